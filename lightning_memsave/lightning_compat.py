@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import abc
 import dis
+import inspect
 import sys
 from collections.abc import Iterator, Mapping
 from importlib import import_module
@@ -123,26 +124,31 @@ def says_grad(method: object) -> bool:
 
 
 def _says_grad(code: CodeType) -> bool:
-    by_name = "grad" in code.co_names and "autograd" not in code.co_names
-    return by_name or ("getattr" in code.co_names and "grad" in code.co_consts)
+    read = any(step.opname in _READS and step.argval == "grad" for step in dis.get_instructions(code))
+    return (read and "autograd" not in code.co_names) or ("getattr" in code.co_names and "grad" in code.co_consts)
+
+
+_READS = ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR")
 
 
 def reaches_grad(owner: object, hook: str) -> bool:
     """Return whether a hook says `.grad`, or a method or function of the user's that it calls by name."""
-    waiting, seen = [getattr(type(owner), hook, None)], set[object]()
+    spaces = [vars(cls) for cls in type(owner).__mro__ if cls.__module__.partition(".")[0] not in _LIBRARIES]
+    waiting: list[Any] = [space.get(hook) for space in spaces]
+    seen = set[FunctionType]()
     while waiting:
-        function = waiting.pop()
+        function = inspect.unwrap(found) if callable(found := waiting.pop()) else getattr(found, "__func__", None)
         if not isinstance(function, FunctionType) or function in seen:
             continue
-        if str(function.__module__).startswith(_LIBRARIES):
+        if str(function.__module__).partition(".")[0] in _LIBRARIES:
             continue
         seen.add(function)
         for code in _codes_of(function):
             if _says_grad(code):
                 return True
-            found = [function.__globals__.get(name) for name in code.co_names]
-            modules = [each for each in found if isinstance(each, ModuleType)]
-            waiting += [*found, *(getattr(o, name, None) for name in code.co_names for o in (type(owner), *modules))]
+            known = [function.__globals__.get(name) for name in code.co_names]
+            inside = [*spaces, *(vars(each) for each in known if isinstance(each, ModuleType))]
+            waiting += [*known, *(space.get(name) for name in code.co_names for space in inside)]
     return False
 
 

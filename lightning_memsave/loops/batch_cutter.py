@@ -16,7 +16,6 @@ from lightning_memsave.core.report import Applied
 from lightning_memsave.lightning_compat import Batch, session_of
 from lightning_memsave.loops.loss_reduction import Answer, ask
 from lightning_memsave.loops.loss_rules import LossRules
-from lightning_memsave.loops.metric_inputs import LateLogitsError
 from lightning_memsave.loops.microbatch_record import MicrobatchRecord
 from lightning_memsave.loops.out_of_memory import is_out_of_memory
 from lightning_memsave.loops.recovery import RecoveryPolicy
@@ -147,11 +146,8 @@ class BatchCutter:
     def leave_whole(self, error: Exception, epoch: int, batch_idx: int) -> bool:
         """Run batches whole, as a part of one failed; `False` for an error that has nothing to do with it.
 
-        Sequences that are padded to the longest of their batch may not fit together in a part without that one. Behind
-        a `LateLogitsError` the batch is run again as it is: metrics know what they are given.
+        Sequences that are padded to the longest of their batch may not fit together in a part without that one.
         """
-        if isinstance(error, LateLogitsError):
-            return True
         if not isinstance(error, _OF_SHAPES) or self._failed == (epoch, batch_idx):
             return False
         self._failed, self._stays_whole = (epoch, batch_idx), True

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_memsave.lightning_compat import Batch
+from lightning_memsave.loops.batch_objects import Objects
 from lightning_memsave.loops.batch_structure import OF_LIGHTNING, Structure, is_same, objects_of
 from lightning_memsave.loops.late_reduction import num_collectives
 from lightning_memsave.loops.step_settings import StepSettings
@@ -85,7 +86,7 @@ class BatchStart:
         self._randomness = Randomness(devices, generators_in(*(m for _, m in users)))
         self._modes = [(m, m.training) for _, m in owners]
         self._settings = StepSettings(module, owners)
-        self._children = [(m._modules, m._modules.copy()) for _, m in owners if m._modules]
+        self._children = [(m._modules, m._modules.copy()) for _, m in owners]
         self._fx_name, self._next_hook = module._current_fx_name, number_of_next_hook()
         self._attributes = [(m, {k: value for k, value in vars(m).items() if _is_plain(k, value)}) for _, m in users]
         named = {
@@ -98,7 +99,10 @@ class BatchStart:
         self._large = [(key, each, len(each)) for key, (_, large) in inside.items() for each in large]
         self._buffers = Buffers(owners, changing, small_bytes)
         self._structure = Structure([m for _, m in owners], [m for _, m in users]) if changing is None else None
-        self._objects = objects_of((m for _, m in users), objects) if objects and changing is not None else None
+        if self._structure is not None:
+            self._objects: Objects | None = self._structure.objects
+        else:
+            self._objects = objects_of((m for _, m in users), objects) if objects else None
         # By reference, as a sum makes a new tensor.
         layers = (m for _, m in owners if type(m) in sparse) if sparse else ()
         self._dense_gradients = [(layer, layer.dense_gradient) for layer in layers]
@@ -128,10 +132,14 @@ class BatchStart:
         """The names of the buffers that have changed since, as far as their values were kept or their edits counted."""
         return self._buffers.changed() | self._buffers.moved()
 
-    def edited_parameters(self) -> list[str]:
-        """Return the names of the parameters that were edited, as far as versions, values or a ledger tell."""
+    def not_put_back(self) -> list[str]:
+        """Return the names of parameters that were edited, as far as versions, values or a ledger tell.
+
+        So are attributes whose objects hold tensors that were edited, or containers that are too large to be copied.
+        """
         edited = {*self.edits.edited(), *self.hidden_edits()}
-        return [name for name, *_ in self._parameters if name in edited]
+        held = [] if self._objects is None else self._objects.not_kept()
+        return [*(name for name, *_ in self._parameters if name in edited), *held]
 
     def hidden_edits(self) -> set[str]:
         """Return those that were edited behind their version, even where they have the same values again."""
@@ -139,7 +147,7 @@ class BatchStart:
 
     def changed_objects(self) -> set[str]:
         """Return the objects that have changed since, in a first batch; in others none."""
-        return set() if self._structure is None else self._structure.changed_objects()
+        return set() if self._structure is None else self._structure.objects.changed()
 
     def moved_buffers(self) -> set[str]:
         """Return the names of the buffers that were edited, of which no copy was kept."""
@@ -194,7 +202,7 @@ class BatchStart:
         remove_hooks_since(self._next_hook, (module for module, _ in self._modes))
         if self._structure is not None:
             self._structure.restore()
-        if self._objects is not None:
+        if self._structure is None and self._objects is not None:
             self._objects.restore()
         for container, before in self._containers:
             refill(container, before)

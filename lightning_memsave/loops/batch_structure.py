@@ -15,11 +15,11 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from lightning_memsave.core.selection import is_scripted
-from lightning_memsave.loops.batch_objects import Objects
+from lightning_memsave.loops.batch_objects import Objects, key_of
 from lightning_memsave.saved_tensors.randomness import PARTS_OF_TORCH
 from lightning_memsave.techniques.checkpointing import REGION
 from lightning_memsave.techniques.tiling import TILES
-from lightning_memsave.torch_internals.containers import CONTAINERS, refill
+from lightning_memsave.torch_internals.containers import refill
 
 _OF_REGIONS = (REGION, TILES, "forward")  # which may be made and withdrawn meanwhile
 OF_LIGHTNING = frozenset(name for name in vars(LightningModule()) if name.startswith("_"))
@@ -42,12 +42,8 @@ class Structure:
         parts = ((name, vars(module)[name]) for module in own for name in _PARTS)
         self._parts = [(name, part, part.copy()) for name, part in parts]
         self._attributes = [(module, _attributes_of(module)) for module in users]
-        self._objects = Objects(
-            (f"{id(module)}.{name}", value)
-            for module, named in self._attributes
-            for name, value in named.items()
-            if type(value) not in CONTAINERS  # those are copied for each batch
-        )
+        self.objects = Objects((module, n, value) for module, named in self._attributes for n, value in named.items())
+        """Of users' modules; plain containers of anything else are copied for each batch."""
 
     def restore(self) -> None:
         """Put everything back, in place where others may hold on to it."""
@@ -60,19 +56,13 @@ class Structure:
             for name in _attributes_of(module).keys() - named.keys():
                 del vars(module)[name]
             vars(module).update(named)
-        twins = self._objects.restore()
-        for module, named in self._attributes if twins else ():
-            vars(module).update({name: twins[id(value)] for name, value in named.items() if id(value) in twins})
-
-    def changed_objects(self) -> set[str]:
-        """Return the names of attributes whose objects hold something else now: `id(module)` and their own name."""
-        return self._objects.changed()
+        self.objects.restore()
 
 
-def objects_of(modules: Iterable[nn.Module], names: Container[str]) -> Objects:
-    """Return what attributes of some names, as `Structure.changed_objects` tells them, hold now."""
-    named = ((f"{id(module)}.{name}", value) for module in modules for name, value in vars(module).items())
-    return Objects((name, value) for name, value in named if name in names)
+def objects_of(modules: Iterable[nn.Module], keys: Container[str]) -> Objects:
+    """Return what attributes hold now, as `Objects.changed` names them."""
+    attributes = ((module, name, value) for module in modules for name, value in vars(module).items())
+    return Objects(((m, n, value) for m, n, value in attributes if key_of(m, n) in keys), are_known=True)
 
 
 def _attributes_of(module: nn.Module) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from lightning_memsave.lightning_compat import Batch
 from lightning_memsave.loops.deferred_logs import DeferredLogs, KeptLogs
 from lightning_memsave.loops.merged_metrics import MergedMetrics
 from lightning_memsave.loops.merged_outputs import detached, merge_outputs
-from lightning_memsave.loops.metric_inputs import LateLogitsError
 from lightning_memsave.loops.out_of_memory import OutOfMemoryUnrecoverableError, is_out_of_memory
 from lightning_memsave.loops.session import Session
 from lightning_memsave.measuring.allocator import free_memory, read_current, reset_peak
@@ -40,13 +39,10 @@ def evaluate(trainer: L.Trainer, session: Session, step: Callable[..., Any], arg
         try:
             parts = _parts(session, batch)
             result = _run(trainer, step, args, parts)
-        except LateLogitsError:
-            start.restore()
-            continue
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            reason, why_final, edited = str(error), start.why_final(), start.edited_parameters()
+            reason, why_final, edited = str(error), start.why_final(), start.not_put_back()
         else:
             recovery.learn_changing(start)
             session.cutter.record.note_good_try()
@@ -86,8 +82,6 @@ def _run(trainer: L.Trainer, step: Callable[..., Any], args: tuple[Any, ...], pa
                 logs.begin(part, num_samples, num_samples)
             output = step(part, *args[1:])
             outputs.append({"output": output if len(parts) == 1 else detached(output)})
-        if metrics.inputs.are_late:
-            raise LateLogitsError
     if logs is not None:
         logs.flush(args[0], [None] * len(parts), "mean")
     return merge_outputs(outputs, [n for _, n in parts])["output"]

@@ -93,8 +93,8 @@ class MergedMetrics:
         self._metrics = [m for m in module.modules() if isinstance(m, Metric)] if metrics is None else metrics
         self._saved: list[_Saved] = []
         self._updates: list[tuple[MeanMetric, Any]] = []
-        self.inputs = MetricInputs(self._metrics if self._merges else ())
-        """Tells of predictions that were taken for probabilities in some parts alone."""
+        self.inputs = MetricInputs(m for m in self._metrics if self._merges and is_mergeable(m))
+        """Tells whether metrics took parts of the batch for different things."""
 
     def set_aside(self) -> None:
         """Keep what every metric holds; those that can be merged start anew."""
@@ -118,6 +118,7 @@ class MergedMetrics:
         if failed is not None:
             self.restore()
             return
+        self.inputs.give_anew()
         mergeable = self._mergeable()
         for saved in mergeable:
             metric, num_updates = saved.metric, saved.metric._update_count

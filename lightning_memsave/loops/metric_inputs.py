@@ -1,74 +1,98 @@
 """Predictions that torchmetrics takes for logits or for probabilities, by their values: alike in all parts of a batch.
 
 Its classification metrics normalize what one `update` is given if a value of it lies outside of [0, 1]. A part of few
-samples may have none where its batch has one. So a metric that was given logits once is given probabilities where it
-would not see that they are logits. What comes too late, behind parts of the same batch that were taken for
-probabilities, is told, and the batch can be run again.
+samples may have none where its batch has one. So what parts have been given is kept, as far as it is small; where they
+were not told apart alike, the metric starts the batch anew and is given all of it at once.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable
+import inspect
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-_of_logits: weakref.WeakValueDictionary[int, Metric] = weakref.WeakValueDictionary()
-"""Metrics that were given logits, by their `id`: their hash changes with their state."""
-
-
-class LateLogitsError(Exception):
-    """Parts of a batch were taken for probabilities before one showed that all are logits."""
+_MOST_ELEMENTS = 2**18
+"""Of the tensors that a metric is given in the parts of a batch, for them to be kept."""
+_NAMES = ("Binary", "Multilabel", "Multiclass")
 
 
 class MetricInputs:
-    """Makes what metrics are given alike while it is entered.
+    """Watches what metrics are given in the parts of a batch while it is entered.
 
     Args:
-        metrics: of which those for classification are watched.
+        metrics: that have started the batch anew; of these, the ones for classification.
     """
 
     def __init__(self, metrics: Iterable[Metric]) -> None:
-        self._metrics = [metric for metric in metrics if _name(metric)]
-        self._unclear: set[int] = set()
-        self.are_late = False
-        """Whether a metric was given logits behind predictions that it took for probabilities."""
+        self._kept = [_Kept(metric) for metric in metrics if _normalizes(metric)]
+        self.are_mixed = False
+        """Whether a metric took some parts for logits and others for probabilities, and could not be given all anew."""
 
     def __enter__(self) -> MetricInputs:
-        self._updates = [(metric, metric.update) for metric in self._metrics]
-        for metric, update in self._updates:
-            metric.update = self._alike(metric, update)  # type: ignore[method-assign]
+        for kept in self._kept:
+            kept.metric.update = kept.watching()  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *_: object) -> None:
-        for metric, update in self._updates:
-            metric.update = update  # type: ignore[method-assign]
+        for kept in self._kept:
+            kept.metric.update = kept.update  # type: ignore[method-assign]
 
-    def _alike(self, metric: Metric, update: Callable[..., None]) -> Callable[..., None]:
-        def update_alike(*args: Any, **kwargs: Any) -> None:
-            preds = args[0] if args else kwargs.get("preds")
+    def give_anew(self) -> None:
+        """Give metrics that took parts of one batch for different things all of it at once; behind the batch."""
+        for kept in self._kept:
+            if len(kept.kinds) > 1:
+                self.are_mixed |= not kept.give_anew()
+
+
+class _Kept:
+    """What one metric was given in the parts of a batch."""
+
+    def __init__(self, metric: Metric) -> None:
+        self.metric, self.update = metric, metric.update
+        self.kinds: set[bool] = set()
+        """Whether predictions lay in [0, 1], of the parts so far."""
+        self._given: list[dict[str, Any]] = []  # arguments by name
+        self._num_left = _MOST_ELEMENTS
+
+    def watching(self) -> Callable[..., None]:
+        """Return an `update` that keeps what it is given."""
+        signature = inspect.signature(self.update)
+
+        def update_and_keep(*args: Any, **kwargs: Any) -> None:
+            given = signature.bind(*args, **kwargs).arguments
+            preds = next(iter(given.values()), None)
             if isinstance(preds, Tensor) and preds.is_floating_point() and preds.numel():
-                if bool(((preds < 0) | (preds > 1)).any()):
-                    self.are_late |= id(metric) in self._unclear
-                    _of_logits[id(metric)] = metric
-                elif id(metric) in _of_logits:
-                    preds = preds.softmax(1) if _name(metric).startswith("Multiclass") else preds.sigmoid()
-                    args, kwargs = ((preds, *args[1:]), kwargs) if args else (args, {**kwargs, "preds": preds})
-                else:
-                    self._unclear.add(id(metric))
-            update(*args, **kwargs)
+                self.kinds.add(bool(((preds >= 0) & (preds <= 1)).all()))
+            self._num_left -= sum(each.numel() for each in given.values() if isinstance(each, Tensor))
+            self._given = [*self._given, given] if self._num_left >= 0 else []
+            self.update(*args, **kwargs)
 
-        return update_alike
+        return update_and_keep
 
-
-def _name(metric: Metric) -> str:
-    """Return the name of torchmetrics' class, of which a user's may be derived; empty for another metric."""
-    for kind in type(metric).__mro__:
-        if kind.__module__.startswith("torchmetrics.classification") and kind.__name__.startswith(_NAMES):
-            return kind.__name__
-    return ""
+    def give_anew(self) -> bool:
+        """Start the batch anew with all of it; return whether that could be done."""
+        if self._num_left < 0 or any(given.keys() != self._given[0].keys() for given in self._given):
+            return False
+        with torch.no_grad():
+            joined = {name: _joined([given[name] for given in self._given]) for name in self._given[0]}
+            self.metric.reset()
+            self.update(**joined)
+        return True
 
 
-_NAMES = ("Binary", "Multilabel", "Multiclass")
+def _joined(values: Sequence[Any]) -> Any:
+    """Return what parts were given as a batch is: tensors one behind the other, anything else as it was first."""
+    first = values[0]
+    return torch.cat([*values]).detach() if isinstance(first, Tensor) and first.dim() else first
+
+
+def _normalizes(metric: Metric) -> bool:
+    """Return whether a metric is one of torchmetrics' for classification, or derived from one."""
+    return any(
+        kind.__module__.startswith("torchmetrics.classification") and kind.__name__.startswith(_NAMES)
+        for kind in type(metric).__mro__
+    )

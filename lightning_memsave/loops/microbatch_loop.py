@@ -115,7 +115,7 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
                 result = self._run(parts, session, exchange, metrics=start.metrics)
             except Exception as error:
                 # Only the text is kept: the error itself holds the tensors of the frames that it came through.
-                session.cutter.record.note_failed_try(start.edited_parameters())
+                session.cutter.record.note_failed_try(start.not_put_back())
                 failure = self._failure(error, start, exchange, is_cut=len(parts) > 1)
             else:
                 recovery.learn_changing(start)
@@ -178,14 +178,14 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
                 session.cutter.record.note_good_try()
                 recovery.succeed(batch, len(parts), device, None if held is None else held.allocated_bytes)
                 return result
-            why_final, edited = self._why_final(start.what_stays()), start.edited_parameters()
+            why_final, edited = self._why_final(start.what_stays()), start.not_put_back()
             self._undo(start, device, accumulates)
             was_measured = stop_measuring()
             if failure is not None:
                 assert parts is not None, "they have been counted"
                 joint.catch_up(failure, functools.partial(self._follow, parts, session, joint))
                 self._undo(start, device, accumulates)
-            session.cutter.record.note_failed_try([*edited, *start.edited_parameters()])
+            session.cutter.record.note_failed_try([*edited, *start.not_put_back()])
             tries = joint.share(failure, start.what_stays() or why_final, was_measured)
             self._take_measure_of_all(session, joint, tries)
 
@@ -414,9 +414,9 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
                             at_end = joint is None or i + 1 == len(parts)
                             has_ended = self._backward(loss, is_last, exchange if at_end else None)
                     del out, loss  # the next microbatch must not meet this one's graph
-            session.cutter.record.note_inputs(metrics.inputs, can_repeat=joint is None and session.recovery is not None)
         if exchange is not None:
             exchange.finish()  # where the last microbatch had no loss
+        session.cutter.record.note_inputs(metrics.inputs)
         logs.flush(self._kwargs["batch"], losses, reduction, trainer.accumulate_grad_batches)
         session.cutter.record.note_losses(losses)
         return self._skipped() if total is None else self._merged(total, outputs, sizes, has_ended)

@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_memsave.core.errors import MicrobatchWarning, NotLosslessWarning, setting_error
 from lightning_memsave.core.report import Applied
 from lightning_memsave.core.units import counted
-from lightning_memsave.loops.metric_inputs import LateLogitsError, MetricInputs
+from lightning_memsave.loops.metric_inputs import MetricInputs
 from lightning_memsave.loops.step_effects import StepEffects, gradients_set_aside, hooks_on_gradients
 from lightning_memsave.techniques.microbatching import Microbatching, why_not_exact
 
@@ -155,16 +155,10 @@ class MicrobatchRecord:
         if names:
             self.changes(f"{_HOOKS_AGAIN} {_listed([f'`{name}`' for name in names])}")
 
-    def note_inputs(self, inputs: MetricInputs, *, can_repeat: bool) -> None:
-        """Note whether metrics have taken logits for probabilities in some parts of the batch.
-
-        Raises:
-            LateLogitsError: they have, and the batch can be run again, where they will not.
-        """
-        if inputs.are_late and can_repeat:
-            raise LateLogitsError
-        if inputs.are_late:
-            self.changes("metrics of the first batch took logits of some microbatches for probabilities")
+    def note_inputs(self, inputs: MetricInputs) -> None:
+        """Note whether metrics have taken some parts of a batch for logits and others for probabilities."""
+        if inputs.are_mixed:
+            self.changes("metrics took logits of some microbatches for probabilities")
 
     def note_lost_gradients(self, reader: str | None) -> None:
         """Note that a method may have read the last batch's gradients, which a failed try has freed for another one."""

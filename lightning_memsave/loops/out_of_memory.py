@@ -41,10 +41,15 @@ def is_out_of_memory(error: BaseException) -> bool:
     >>> is_out_of_memory(RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried ..."))
     True
     """
+    causes: list[BaseException] = [error]
+    while (cause := causes[-1].__cause__) is not None and cause not in causes:
+        causes.append(cause)
+    return any(map(_says_out_of_memory, causes))
+
+
+def _says_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    if error.__cause__ is not None:
-        return is_out_of_memory(error.__cause__)
     if not isinstance(error, RuntimeError):
         return False
     text = str(error).lower()

@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from lightning_memsave.lightning_compat import Batch, session_of
 from lightning_memsave.loops.batch_snapshot import BatchStart
 from lightning_memsave.loops.merged_metrics import MergedMetrics
-from lightning_memsave.loops.metric_inputs import MetricInputs
 from lightning_memsave.loops.own_steps import NoOwnSteps
 from lightning_memsave.loops.step_effects import gradients_set_aside
+from lightning_memsave.measuring.meter import forget_edits
 from lightning_memsave.measuring.storages import tensors_in
 from lightning_memsave.simulation.global_state_guard import names_kept
 from lightning_memsave.techniques.batchnorm import unpooled
@@ -52,7 +52,6 @@ def without_a_trace(trainer: L.Trainer, module: L.LightningModule, batch: Batch)
             gradients_set_aside(module),
             names_kept(module),
             unpooled(),
-            MetricInputs(start.metrics),  # which learns what they are given
             NoOwnSteps(),
             nullcontext() if release is None else release.rehearsed(),
         ):
@@ -64,6 +63,7 @@ def without_a_trace(trainer: L.Trainer, module: L.LightningModule, batch: Batch)
         connector._current_fx = logged_last
         metrics.restore()
         start.restore(gradients=False)
+        forget_edits()
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning as L
 from torch import Tensor, nn
@@ -23,20 +23,21 @@ class StepSettings:
     def __init__(self, module: L.LightningModule, owners: Sequence[tuple[str, nn.Module]]) -> None:
         self._layers = LayerSettings(owners)
         strategy = getattr(getattr(module, "_trainer", None), "strategy", None)
-        groups = [group for each in getattr(strategy, "optimizers", ()) for group in each.param_groups]
+        optimizers = list(getattr(strategy, "optimizers", ()))
         schedulers = [config.scheduler for config in getattr(strategy, "lr_scheduler_configs", ())]
-        # A scheduler may hold others (`SequentialLR`).
-        schedulers += [each for scheduler in schedulers for each in getattr(scheduler, "_schedulers", ())]
+        for scheduler in schedulers:  # one may hold others (`SequentialLR`), at any depth
+            schedulers += [each for each in getattr(scheduler, "_schedulers", ()) if each not in schedulers]
+        self._groups = [(each.param_groups, list(each.param_groups)) for each in optimizers]
         self._before = [
-            *(("an optimizer's", group, _settings_in(group)) for group in groups),
+            *(("an optimizer's", group, _settings_in(group)) for _, groups in self._groups for group in groups),
             *(("a scheduler's", vars(scheduler), _settings_in(vars(scheduler))) for scheduler in schedulers),
         ]
 
-    def _differing(self) -> Iterator[tuple[str, dict[str, Any], str, Any]]:
+    def _differing(self) -> Iterator[tuple[str, dict[str, Any], str, _Setting]]:
         for whose, now, before in self._before:
-            for key, value in before.items():
-                if not _is_same(now.get(key), value):
-                    yield whose, now, key, value
+            for key, setting in before.items():
+                if not setting.is_same(now.get(key)):
+                    yield whose, now, key, setting
 
     def differences(self) -> list[str]:
         """Return what is another now, in words."""
@@ -46,24 +47,43 @@ class StepSettings:
     def restore(self) -> None:
         """Put everything back."""
         self._layers.restore()
-        for _, now, key, value in self._differing():
-            if isinstance(value, Tensor):
-                now[key].copy_(value)
-            else:
-                now[key] = list(value) if isinstance(value, list) else value
+        for groups, before in self._groups:
+            if len(groups) != len(before):
+                groups[:] = before
+        for _, now, key, setting in self._differing():
+            now[key] = setting.restored()
 
 
-def _settings_in(values: dict[str, Any]) -> dict[str, Any]:
-    """Return numbers, texts, lists of numbers and copies of single numbers in tensors."""
-    found = {key: value for key, value in values.items() if is_immutable(value)}
-    found |= {
-        key: list(value) for key, value in values.items() if type(value) is list and all(map(is_immutable, value))
-    }
-    tensors = {key: value for key, value in values.items() if isinstance(value, Tensor) and value.dim() == 0}
-    return found | {key: value.detach().clone() for key, value in tensors.items()}
+class _Setting(NamedTuple):
+    """A number, a text, a list of numbers, or a single number in a tensor."""
+
+    held: Any
+    values: Any
+    """A copy where `held` can change."""
+
+    def is_same(self, now: Any) -> bool:
+        """Return whether what is there now says the same."""
+        if isinstance(self.held, Tensor):
+            return now is self.held and bool(now == self.values)
+        return type(now) is type(self.held) and bool(now == self.values)
+
+    def restored(self) -> Any:
+        """Return what was there, with the values that it had."""
+        if isinstance(self.held, Tensor):
+            self.held.copy_(self.values)
+        elif isinstance(self.held, list):
+            self.held[:] = self.values
+        return self.held
 
 
-def _is_same(now: Any, before: Any) -> bool:
-    if isinstance(before, Tensor):
-        return not isinstance(now, Tensor) or now is before or bool(now == before)
-    return now is before or bool(type(now) is type(before) and now == before)
+def _settings_in(values: dict[str, Any]) -> dict[str, _Setting]:
+    found = {}
+    for key, value in values.items():
+        if isinstance(value, Tensor):
+            if value.numel() == 1:
+                found[key] = _Setting(value, value.detach().clone())
+        elif type(value) is list and all(map(is_immutable, value)):
+            found[key] = _Setting(value, list(value))
+        elif is_immutable(value):
+            found[key] = _Setting(value, value)
+    return found

@@ -305,12 +305,18 @@ class SeenEdits:
     def __init__(self, named: Iterable[tuple[str, Tensor]]) -> None:
         self._ledgers = [meter._ledger for meter in _measuring if meter._ledger is not None]
         self._named = [(n, s._cdata) for n, t in named for s in storages(t)] if self._ledgers else []
-        for ledger in self._ledgers:
-            ledger.forget_edits()
+        forget_edits()
 
     def names(self) -> set[str]:
         """Return the names of those that were edited, even if they have the same values again."""
         return {name for name, address in self._named if any(ledger.has_edited(address) for ledger in self._ledgers)}
+
+
+def forget_edits() -> None:
+    """Take everything as not edited so far, in a step that is measured."""
+    for meter in _measuring:
+        if meter._ledger is not None:
+            meter._ledger.forget_edits()
 
 
 Seconds = Callable[[], float]

@@ -271,13 +271,13 @@ class LayerSettings:
     def __init__(self, owners: Sequence[tuple[str, nn.Module]]) -> None:
         kinds = {type(m) for _, m in owners}  # far fewer than modules
         kinds = {k for k in kinds if is_class_of_torch(k) and not issubclass(k, _WITHOUT_SETTINGS)}
-        self._before = [(name, vars(m), vars(m).copy()) for name, m in owners if type(m) in kinds]
+        layers = ((name, vars(m)) for name, m in owners if type(m) in kinds)
+        self._before = [(name, held, {k: v for k, v in held.items() if _is_setting(k, v)}) for name, held in layers]
 
     def _differing(self) -> Iterator[tuple[str, dict[str, Any], str, Any]]:
         for name, now, before in self._before:
             for key, value in before.items():
-                is_setting = key != "training" and key[0] != "_" and is_immutable(value)
-                if is_setting and not _is_same(now.get(key, _MISSING), value):
+                if not _is_same(now.get(key, _MISSING), value):
                     yield name, now, key, value
 
     def differences(self) -> list[str]:
@@ -300,6 +300,13 @@ class LayerSettings:
         finally:
             for now, key, latest, _ in changed:
                 now[key] = latest
+
+
+_PLAIN_SETTINGS = (bool, int, float, str, tuple, type(None))
+
+
+def _is_setting(key: str, value: Any) -> bool:
+    return isinstance(value, _PLAIN_SETTINGS) and key[0] != "_" and key != "training" and is_immutable(value)
 
 
 _MISSING = object()

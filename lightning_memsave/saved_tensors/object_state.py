@@ -7,11 +7,13 @@ state that it had; whether a module has changed an object that it holds is told 
 from __future__ import annotations
 
 import io
+import logging
 import pickle
 import sys
 import threading
 import types
 import weakref
+from enum import Enum
 from typing import Any
 
 import torch
@@ -142,7 +144,7 @@ class _Pickler(pickle.Pickler):
         self._references, self._places = references, dict[int, int]()
 
     def persistent_id(self, value: Any) -> int | None:
-        if not isinstance(value, _BY_REFERENCE) and not is_generator(value) and not _is_of_lightning(value):
+        if not is_held(value):
             if _is_array(value) and value.nbytes > _MOST_BYTES // 2:
                 raise ValueError(f"an array of {value.nbytes} bytes")
             return None
@@ -161,10 +163,17 @@ class _Unpickler(pickle.Unpickler):
         return self._references[place]
 
 
+def is_held(value: Any) -> bool:
+    """Return whether a value is held by reference, and has no state here: modules, functions, generators, trainers."""
+    return isinstance(value, (*_BY_REFERENCE, Enum, logging.Logger)) or is_generator(value) or _is_of_lightning(value)
+
+
 def _is_of_lightning(value: Any) -> bool:
-    """Return whether it is Lightning's, or ours: trainers, strategies, what a module remembers of its regions."""
+    """Return whether it is Lightning's, derived from that, or ours: trainers, data modules, strategies, regions."""
     library = type(value).__module__.partition(".")[0]
-    return library == "lightning_memsave" or (is_of_a_library(value) and library not in ("torch", "numpy"))
+    if library == "lightning_memsave" or (is_of_a_library(value) and library not in ("torch", "numpy")):
+        return True
+    return any(cls.__module__.partition(".")[0] in ("lightning", "pytorch_lightning") for cls in type(value).__mro__)
 
 
 def _is_array(value: Any) -> bool:

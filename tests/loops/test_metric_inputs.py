@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import lightning as L
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memsave import MemSave
+from lightning_memsave.loops import metric_inputs
 from lightning_memsave.loops.metric_inputs import MetricInputs
 from tests.strategies.quiet_runs import QUIET
 
@@ -23,30 +26,45 @@ METRICS = {
 }
 
 
-@pytest.mark.parametrize("kind", METRICS)
-def test_parts_of_logits_are_taken_for_logits_once_some_are_seen(kind):
-    metric, logits, labels = METRICS[kind]
-    whole = metric(logits, labels)
-    metric.reset()
-    update = metric.update
+def given_in_parts(metric, logits, labels):
+    """Give a metric one sample after the other, in all the ways that there are."""
     with MetricInputs([metric]) as inputs:
         metric.update(logits[1:2], labels[1:2])
         metric.update(preds=logits[:1], target=labels[:1])
-        for place in (2, 3):
-            metric.update(logits[place : place + 1], labels[place : place + 1])
-    assert not inputs.are_late
+        for place in range(2, len(logits)):
+            metric.update(logits[place : place + 1], target=labels[place : place + 1])
+    inputs.give_anew()
+    return inputs
+
+
+@pytest.mark.parametrize("kind", METRICS)
+def test_parts_of_logits_are_taken_for_logits(kind):
+    metric, logits, labels = METRICS[kind]
+    whole, update = metric(logits, labels), metric.update
+    metric.reset()
+    inputs = given_in_parts(metric, logits.requires_grad_(), labels)
     torch.testing.assert_close(metric.compute(), whole)
-    assert metric.update is update
+    assert (inputs.are_mixed, metric.update) == (False, update)
+    copy.deepcopy(metric)  # which torch refuses where a graph is kept
 
 
-def test_probabilities_are_left_alone_and_logits_behind_them_are_late():
+@pytest.mark.parametrize("shift", [0.0, -2.0, 2.0])
+def test_parts_of_one_kind_are_left_as_they_are(shift):
+    values, labels = torch.tensor([0.2, 0.9, 0.6]) + shift, torch.tensor([0, 1, 0])
     metric = torchmetrics.AUROC("binary")
     with MetricInputs([metric]) as inputs:
-        metric.update(torch.tensor([0.2, 0.9]), torch.tensor([0, 1]))
-        assert metric.preds[0].tolist() == pytest.approx([0.2, 0.9])
-        assert not inputs.are_late
-        metric.update(torch.tensor([-3.0]), torch.tensor([0]))
-        assert inputs.are_late
+        for value, label in zip(values, labels, strict=True):
+            metric.update(value[None], label[None])
+    before = list(metric.preds)
+    inputs.give_anew()
+    assert all(a is b for a, b in zip(metric.preds, before, strict=True))
+
+
+def test_what_is_too_large_to_be_kept_is_told(monkeypatch):
+    monkeypatch.setattr(metric_inputs, "_MOST_ELEMENTS", 3)
+    metric, logits, labels = METRICS["binary"]
+    metric.reset()
+    assert given_in_parts(metric, logits, labels).are_mixed
 
 
 def test_integers_and_other_metrics_pass():
@@ -60,7 +78,7 @@ def test_integers_and_other_metrics_pass():
 class Classifier(L.LightningModule):
     """Logits of one sample often all lie in [0, 1]; those of a batch do not."""
 
-    fails, is_seen_asking = False, True
+    fails = False
 
     def __init__(self):
         super().__init__()
@@ -75,8 +93,7 @@ class Classifier(L.LightningModule):
         is_asked = self.training and not torch.is_grad_enabled()
         if self.fails and len(logits) > 1 and not is_asked:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
-        if self.is_seen_asking or not is_asked:
-            metrics.update(logits, batch[1])
+        metrics.update(logits, batch[1])
         self.log_dict(metrics, on_step=False, on_epoch=True)
         return F.binary_cross_entropy_with_logits(logits, batch[1].float())
 
@@ -90,9 +107,8 @@ class Classifier(L.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
-def metrics_of(memsave=None, fails=False, is_seen_asking=True):
+def metrics_of(memsave=None, fails=False):
     module = Classifier()
-    module.is_seen_asking = is_seen_asking
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(128, 8, generator=generator)
     loader = DataLoader(TensorDataset(x, (x.sum(1) > 0).long()), 32)
@@ -103,26 +119,20 @@ def metrics_of(memsave=None, fails=False, is_seen_asking=True):
 
 
 @pytest.mark.parametrize(
-    ("memsave", "options"),
-    [
-        ({"microbatch": 1}, {}),
-        ({"microbatch": 2}, {}),
-        ({}, {"fails": True}),
-        ({}, {"fails": True, "is_seen_asking": False}),
-    ],
-    ids=["one sample each", "two", "recovered", "recovered, and run again"],
+    ("memsave", "fails"),
+    [({"microbatch": 1}, False), ({"microbatch": 2}, False), ({}, True)],
+    ids=["one sample each", "two", "recovered"],
 )
 @pytest.mark.filterwarnings("ignore:Memory ran out in evaluation")
-def test_metrics_of_an_epoch_are_those_of_whole_batches(memsave, options):
+def test_metrics_of_an_epoch_are_those_of_whole_batches(memsave, fails):
     memsave = MemSave(**memsave, summary=False)
-    assert metrics_of(memsave, **options) == pytest.approx(metrics_of(), abs=1e-6)
+    assert metrics_of(memsave, fails) == pytest.approx(metrics_of(), abs=1e-6)
     assert memsave.report.loss_class == "exact"
 
 
 @pytest.mark.filterwarnings("ignore:Microbatches change")
-def test_what_cannot_be_run_again_is_said():
+def test_where_that_cannot_be_had_the_class_is_another(monkeypatch):
+    monkeypatch.setattr(metric_inputs, "_MOST_ELEMENTS", 3)
     memsave = MemSave(microbatch=1, summary=False)
-    metrics_of(memsave, is_seen_asking=False)
-    assert memsave.report.loss_class_reasons == (
-        "metrics of the first batch took logits of some microbatches for probabilities",
-    )
+    metrics_of(memsave)
+    assert memsave.report.loss_class_reasons == ("metrics took logits of some microbatches for probabilities",)
