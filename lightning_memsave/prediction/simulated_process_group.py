@@ -23,7 +23,7 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import ModelParallelStrategy, SingleDeviceStrategy, Strategy
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
@@ -184,7 +184,8 @@ class PlanningGroups:
     def __init__(self, trainer: L.Trainer) -> None:
         require("planning beside processes", "budget")
         import_module("torch.testing._internal.distributed.fake_pg")  # makes "fake" known to `new_group`
-        self._namespace, self._device = namespace_of(trainer.strategy), trainer.strategy.root_device
+        self._trainer, self._namespace = trainer, namespace_of(trainer.strategy)
+        self._device = trainer.strategy.root_device
         self._run, rank, num = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
         self._on_paper = dist.new_group(backend="fake")
         self._rest_on_paper = dist.new_group([rank], backend="fake", use_local_synchronization=True)
@@ -193,8 +194,9 @@ class PlanningGroups:
         ranks = [[each] for each in range(num)]
         self._mesh_on_paper = DeviceMesh.from_group(groups, "cpu", ranks, mesh_dim_names=_MESH)
         self._with_layers: dict[int, Any] = {}
-        with self.alone():
-            self._mesh_alone = init_device_mesh(self._device.type, (1, 1), mesh_dim_names=_MESH)
+        with self.alone():  # where this process is the first
+            groups = [self._alone, self._alone]
+            self._mesh_alone = DeviceMesh.from_group(groups, self._device.type, [[0]], mesh_dim_names=_MESH)
 
     def close(self) -> None:
         """Give all of them up."""
@@ -231,7 +233,7 @@ class PlanningGroups:
         if id(module) not in self._with_layers:
             mode = FakeTensorMode(allow_non_fake_inputs=True)
             twin: Any = fake_copy(module, mode)
-            twin._device_mesh = self._mesh_on_paper
+            twin._device_mesh, twin._trainer = self._mesh_on_paper, self._trainer
             try:
                 with self.on_paper(), Randomness.untouched(), mode, Copying():
                     twin.configure_model()
@@ -239,6 +241,7 @@ class PlanningGroups:
                 rule = "needs a `configure_model` that can be called on a copy of the module without values"
                 remedy = f"It fails ({type(error).__name__}: {error}). Set techniques by hand instead."
                 raise setting_error("budget", rule, type(module).__name__, remedy) from error
+            twin._trainer = None
             self._with_layers[id(module)] = twin
         return self._with_layers[id(module)]
 

@@ -43,6 +43,7 @@ class Module(L.LightningModule):
         self.net = None if is_late else new_net()
 
     def configure_model(self) -> None:
+        assert self.trainer.world_size == 2
         mesh = self.device_mesh["data_parallel"]
         if self.net is None:
             with torch.device("meta"):

@@ -9,6 +9,8 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
+import dataclasses
+import enum
 import re
 
 import lightning as L
@@ -175,6 +177,66 @@ class Rebuilt(Step):
         return torch.optim.SGD(self.net.parameters(), 0.1)
 
 
+class Slotted:
+    __slots__ = ("count",)
+
+    def __init__(self):
+        self.count = 0
+
+
+class SlottedWithMore(Slotted):
+    """Has a dictionary as well."""
+
+
+class Frozen(dict):
+    def update(self, *_):
+        raise TypeError("frozen")
+
+    clear = update
+
+
+@dataclasses.dataclass(frozen=True)
+class Count:
+    count: int = 0
+
+
+class Counters(Step):
+    """Objects of many kinds, in containers and behind the trainer's own."""
+
+    def prepare(self):
+        self.slotted, self.mixed, self.frozen, self.replaced = Slotted(), SlottedWithMore(), Frozen(a=1), Count()
+        self.listed, self.helper = [Counter()], Agent(Counter())
+        self.kind = Kind.FIRST
+
+    def on_fit_start(self):
+        self.helper.trainer, self.helper.frozen = self.trainer, self.frozen
+
+    def training_step(self, batch, batch_idx):
+        for each in (self.slotted, self.mixed, self.listed[0], self.helper.counter):
+            each.count += 1
+        self.mixed.more = self.mixed.count
+        self.replaced = dataclasses.replace(self.replaced, count=self.replaced.count + 1)
+        self.kind = Kind.SECOND if self.kind is Kind.FIRST else Kind.FIRST
+        counts = [each.count for each in (self.slotted, self.mixed, self.listed[0], self.helper.counter, self.replaced)]
+        return self.loss(batch, batch_idx) * (sum(counts) + self.kind.value + self.frozen["a"])
+
+
+class Kind(enum.Enum):
+    FIRST, SECOND = 1, 2
+
+
+class Grows(Step):
+    """Has a layer more from some batch on, and the optimizer a group."""
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 3:
+            self.net.insert(1, nn.Linear(16, 16))
+            self.optimizers().add_param_group({"params": list(self.net[1].parameters())})
+        hidden = self.net[:-1](batch[0])
+        runs_out(batch_idx)
+        return F.cross_entropy(self.net[-1](hidden), batch[1])
+
+
 class ZerosStay(Step):
     """A head that no batch uses has gradients of zeros, so that weight decay moves it."""
 
@@ -188,7 +250,19 @@ class ZerosStay(Step):
         return loss if batch_idx else loss + self.other(batch[0]).square().mean()
 
 
-PUT_BACK = [Settings, Rate, RateInATensor, Scheduler, OwnScheduler, Shared, Swapped, Rebuilt, ZerosStay]
+PUT_BACK = [
+    Settings,
+    Rate,
+    RateInATensor,
+    Scheduler,
+    OwnScheduler,
+    Shared,
+    Swapped,
+    Rebuilt,
+    Counters,
+    Grows,
+    ZerosStay,
+]
 
 
 def trained(kind, memsave=None, batch=None, times=1):
@@ -312,6 +386,36 @@ def test_without_a_failure_they_cost_nothing(kind):
     memsave = MemSave(summary=False)
     assert_equal(trained(kind, memsave), trained(kind))
     assert memsave.report.loss_class == "exact"
+
+
+class Shadow(Step):
+    """An average in tensors of an object's own, which are edited in place."""
+
+    def prepare(self):
+        self.shadow = Agent([weight.detach().clone() for weight in self.other.parameters()])
+
+    def training_step(self, batch, batch_idx):
+        for average in self.shadow.counter:
+            average.mul_(0.9)
+        return self.loss(batch, batch_idx)
+
+
+@pytest.mark.parametrize("batch", [0, 1, 3])
+def test_tensors_that_an_object_holds_are_not_put_back_and_named(batch):
+    memsave = MemSave(summary=False)
+    with pytest.warns(NotLosslessWarning, match="does not put back the parameters `shadow`"):
+        trained(Shadow, memsave, batch)
+    assert memsave.report.loss_class == "changed"
+
+
+@pytest.mark.parametrize("settings", [{"microbatch": 4}, {"checkpointing": "sqrt"}])
+@pytest.mark.filterwarnings("ignore:Microbatches change", "ignore:.*had no effect")
+def test_a_trial_leaves_objects_as_they_were(settings):
+    plain, ours = trained(Counters), trained(Counters, MemSave(**settings, summary=False))
+    if "checkpointing" in settings:
+        assert_equal(ours, plain)
+    assert ours.helper.trainer is ours.trainer
+    assert ours.helper.frozen is ours.frozen
 
 
 # ----------------------------------------------------------------------------- optimizers that a step steps itself
