@@ -31,8 +31,8 @@ from lightning_memsave.torch_internals.containers import CONTAINERS, nested, ref
 from lightning_memsave.torch_internals.module_tree import modules_by_name
 from lightning_memsave.torch_internals.registered_hooks import number_of_next_hook, remove_hooks_since
 from lightning_memsave.torch_internals.sharded_parameters import (
-    frees_weights,
     has_unreduced_gradients,
+    is_sharding,
     reduces_gradients,
     written_part,
 )
@@ -125,7 +125,7 @@ class BatchStart:
         own = [each for small, _ in inside.values() for each in small]
         self._containers = [(container, copy.copy(container)) for container in (*_containers(batch), *own)]
         self._num_collectives = num_collectives()
-        self._frees_weights = frees_weights(module)
+        self._frees_weights = any(map(is_sharding, kinds))
         self._has_unreduced = self._frees_weights and has_unreduced_gradients(module)
 
     def changed_buffers(self) -> set[str]:

@@ -269,15 +269,15 @@ class LayerSettings:
     """
 
     def __init__(self, owners: Sequence[tuple[str, nn.Module]]) -> None:
-        kinds = {type(m) for _, m in owners}  # far fewer than modules
-        kinds = {k for k in kinds if is_class_of_torch(k) and not issubclass(k, _WITHOUT_SETTINGS)}
-        layers = ((name, vars(m)) for name, m in owners if type(m) in kinds)
-        self._before = [(name, held, {k: v for k, v in held.items() if _is_setting(k, v)}) for name, held in layers]
+        first = {type(m): m for _, m in reversed(owners)}  # of a class, of which there are far fewer than modules
+        keys = {kind: names for kind, m in first.items() if (names := _settings_of(m))}
+        layers = ((name, vars(m), keys[type(m)]) for name, m in owners if type(m) in keys)
+        self._before = [(name, held, names, tuple(map(held.get, names))) for name, held, names in layers]
 
     def _differing(self) -> Iterator[tuple[str, dict[str, Any], str, Any]]:
-        for name, now, before in self._before:
-            for key, value in before.items():
-                if not _is_same(now.get(key, _MISSING), value):
+        for name, now, keys, before in self._before:
+            for key, value in zip(keys, before, strict=True):
+                if not _is_same(now.get(key), value):
                     yield name, now, key, value
 
     def differences(self) -> list[str]:
@@ -305,8 +305,12 @@ class LayerSettings:
 _PLAIN_SETTINGS = (bool, int, float, str, tuple, type(None))
 
 
-def _is_setting(key: str, value: Any) -> bool:
-    return isinstance(value, _PLAIN_SETTINGS) and key[0] != "_" and key != "training" and is_immutable(value)
+def _settings_of(module: nn.Module) -> tuple[str, ...]:
+    """Return the names of what a layer of torch is set to; none of one that only says what shape it has."""
+    if not is_of_torch(module) or isinstance(module, _WITHOUT_SETTINGS):
+        return ()
+    held = ((key, value) for key, value in vars(module).items() if key[0] != "_" and key != "training")
+    return tuple(key for key, value in held if isinstance(value, _PLAIN_SETTINGS) and is_immutable(value))
 
 
 _MISSING = object()

@@ -41,6 +41,11 @@ def frees_weights(model: nn.Module) -> bool:
     return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
+def is_sharding(kind: type) -> bool:
+    """Return whether modules of a class free their weights when they have been called (FSDP2)."""
+    return issubclass(kind, FSDPModule)
+
+
 def as_local(value: Any) -> Any:
     """Return what this process has of a sharded tensor, without gradient; anything else as it is."""
     if not isinstance(value, DTensor):
