@@ -86,7 +86,7 @@ class BatchStart:
         self._randomness = Randomness(devices, generators_in(*(m for _, m in users)))
         self._modes = [(m, m.training) for _, m in owners]
         self._settings = StepSettings(module, owners)
-        self._children = [(m._modules, m._modules.copy()) for _, m in owners]
+        self._children = [(m._modules, m._modules.copy()) for _, m in owners if isinstance(m._modules, dict)]
         self._fx_name, self._next_hook = module._current_fx_name, number_of_next_hook()
         self._attributes = [(m, {k: value for k, value in vars(m).items() if _is_plain(k, value)}) for _, m in users]
         named = {
