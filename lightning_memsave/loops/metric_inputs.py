@@ -7,8 +7,9 @@ were not told apart alike, the metric starts the batch anew and is given all of 
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -48,6 +49,20 @@ class MetricInputs:
                 self.are_mixed |= not kept.give_anew()
 
 
+_trials: list[None] = []
+"""One entry for each trial of a step that is running."""
+
+
+@contextlib.contextmanager
+def not_kept() -> Iterator[None]:
+    """Keep nothing that metrics are given inside: a step is tried there, in the middle of a batch."""
+    _trials.append(None)
+    try:
+        yield
+    finally:
+        _trials.pop()
+
+
 class _Kept:
     """What one metric was given in the parts of a batch."""
 
@@ -63,6 +78,9 @@ class _Kept:
         signature = inspect.signature(self.update)
 
         def update_and_keep(*args: Any, **kwargs: Any) -> None:
+            if _trials:
+                self.update(*args, **kwargs)
+                return
             given = signature.bind(*args, **kwargs).arguments
             preds = next(iter(given.values()), None)
             if isinstance(preds, Tensor) and preds.is_floating_point() and preds.numel():

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from lightning_memsave.lightning_compat import Batch, session_of
 from lightning_memsave.loops.batch_snapshot import BatchStart
 from lightning_memsave.loops.merged_metrics import MergedMetrics
+from lightning_memsave.loops.metric_inputs import not_kept
 from lightning_memsave.loops.own_steps import NoOwnSteps
 from lightning_memsave.loops.step_effects import gradients_set_aside
 from lightning_memsave.measuring.meter import forget_edits
@@ -52,6 +53,7 @@ def without_a_trace(trainer: L.Trainer, module: L.LightningModule, batch: Batch)
             gradients_set_aside(module),
             names_kept(module),
             unpooled(),
+            not_kept(),
             NoOwnSteps(),
             nullcontext() if release is None else release.rehearsed(),
         ):
