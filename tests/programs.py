@@ -27,7 +27,10 @@ def run_program(*command: object, num_processes: int = 0, timeout: float = 500) 
         env={**os.environ, "PYTHONFAULTHANDLER": "1"},  # the stack of a process that a signal ends
     )
     error = done.stderr  # its beginning says why, its end is often the launcher's
-    if len(error) > 8000:
+    place = error.find("Fatal Python error")
+    if place >= 0:  # where a signal has ended a process; a list of all its extensions follows
+        error = f"{error[max(0, place - 1000) : place + 5000]}\n[...]\n{error[-2000:]}"
+    elif len(error) > 8000:
         error = f"{error[:5000]}\n[...]\n{error[-3000:]}"
     assert done.returncode == 0, error
     assert "ok" in done.stderr.splitlines(), error
