@@ -20,7 +20,7 @@ from lightning_memsave.torch_internals.autograd_graph import version_of
 from lightning_memsave.torch_internals.containers import CONTAINERS
 
 _MOST_ENTRIES = 2**12
-"""Of a container that is copied; a larger one that has another length afterwards is told."""
+"""Entries of a container that is copied; a larger one that has another length afterwards is told."""
 
 
 class Objects:

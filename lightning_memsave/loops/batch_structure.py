@@ -43,7 +43,7 @@ class Structure:
         self._parts = [(name, part, part.copy()) for name, part in parts]
         self._attributes = [(module, _attributes_of(module)) for module in users]
         self.objects = Objects((module, n, value) for module, named in self._attributes for n, value in named.items())
-        """Of users' modules; plain containers of anything else are copied for each batch."""
+        """Objects of users' modules; plain containers of anything else are copied for each batch."""
 
     def restore(self) -> None:
         """Put everything back, in place where others may hold on to it."""

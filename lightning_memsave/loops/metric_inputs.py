@@ -17,7 +17,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 _MOST_ELEMENTS = 2**18
-"""Of the tensors that a metric is given in the parts of a batch, for them to be kept."""
+"""Elements of the tensors that a metric is given in the parts of a batch, up to which they are kept."""
 _NAMES = ("Binary", "Multilabel", "Multiclass")
 
 
