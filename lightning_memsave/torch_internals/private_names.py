@@ -137,7 +137,7 @@ PARTS: Mapping[str, Part] = {
         (
             "torch.distributed.distributed_c10d._update_default_pg",
             "torch.distributed.tensor._random._rng_tracker",
-            "torch.distributed.tensor.debug._clear_sharding_prop_cache",
+            "torch.distributed.tensor.DTensor._op_dispatcher",
             "torch.testing._internal.distributed.fake_pg",
         ),
         "`budget` and `max_gradient_noise` under FSDP2",
