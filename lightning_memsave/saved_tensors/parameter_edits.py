@@ -64,7 +64,7 @@ class RepeatedEdits:
         self.add(edited or {})
 
     def add(self, edited: dict[str, Tensor]) -> None:
-        """Note what a call has edited: a try that has failed, or a region's."""
+        """Note what a region's call has edited."""
         self._left.update((name, (tensor, _value_of(tensor))) for name, tensor in edited.items())
 
     def take(self) -> list[str]:

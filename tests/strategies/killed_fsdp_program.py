@@ -1,7 +1,8 @@
 """FSDP2 whose last process is killed in the middle of an epoch, and that goes on with other numbers of processes.
 
-`kill FOLDER`: under two processes or more; the last one is killed in the third epoch.
+`kill FOLDER KIND`: under two processes or more; the last one is killed in the third epoch.
 `go-on FOLDER KIND`: from the last checkpoint, in any number of processes; writes the whole weights to FOLDER.
+`straight FOLDER KIND`: the same from the beginning, without a checkpoint.
 Run by `test_sharded_checkpoints.py`.
 """
 
