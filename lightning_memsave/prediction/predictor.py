@@ -53,6 +53,7 @@ from lightning_memsave.torch_internals.autograd_graph import autograd_is_running
 from lightning_memsave.torch_internals.fake_tensors import FakeTensorMode, is_fake
 from lightning_memsave.torch_internals.model_copies import collect_copies, copied
 from lightning_memsave.torch_internals.private_names import require
+from lightning_memsave.torch_internals.sharded_parameters import check_no_offload
 
 _MOST = 2**30
 _GROWING = (
@@ -277,7 +278,9 @@ class Predictor:
     def _train(self, module: Any, batch: Batch, recipe: Recipe, *, fake: bool) -> StepWatch:
         if not fake:
             collect_copies(module)
-        return dry_run(self._namespace, module, batch, recipe, self._trainer, self._data_module, fake=fake)
+        watch = dry_run(self._namespace, module, batch, recipe, self._trainer, self._data_module, fake=fake)
+        check_no_offload(module, self._target)
+        return watch
 
     def _prediction(self, watch: StepWatch, found: Breakdown | Allocations, *flags: str) -> Prediction:
         """Return what was found; of a step that was not taken, only the allocations are known."""

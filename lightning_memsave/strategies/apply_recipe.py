@@ -37,7 +37,7 @@ from lightning_memsave.techniques.tiling import Tiles, Tiling
 from lightning_memsave.torch_internals.coupling import check_steps_parameters_alone
 from lightning_memsave.torch_internals.held_optimizers import stepping
 from lightning_memsave.torch_internals.module_tree import check_shapes
-from lightning_memsave.torch_internals.sharded_parameters import frees_weights, is_sharded
+from lightning_memsave.torch_internals.sharded_parameters import check_no_offload, frees_weights, is_sharded
 
 C = TypeVar("C", bound=Config)
 
@@ -77,10 +77,13 @@ def check_made_optimizers(session: Session, trainer: L.Trainer, *, is_wrapped: b
         is_wrapped: whether DDP has wrapped the model, whose buckets have the dtype that weights had.
 
     Raises:
-        ValueError: for an optimizer, and a technique that was asked for by name; or FSDP2 shards nothing.
+        ValueError: for an optimizer, and a technique that was asked for by name; or FSDP2 shards nothing,
+            or keeps in host memory what Lightning moves to the device.
     """
-    if trainer.world_size > 1 and session.recipe.techniques:
-        _check_shards(trainer.lightning_module, trainer.world_size)
+    if session.recipe.techniques:
+        check_no_offload(trainer.lightning_module, trainer.strategy.root_device.type)
+        if trainer.world_size > 1:
+            _check_shards(trainer.lightning_module, trainer.world_size)
     _apply(session, trainer, OptimizerState, _check_state)
     if not is_wrapped:
         _apply(session, trainer, LowPrecision, _check_steps)

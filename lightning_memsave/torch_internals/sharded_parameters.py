@@ -11,11 +11,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_memsave.core.errors import setting_error
 from lightning_memsave.torch_internals.fake_tensors import is_fake
 from lightning_memsave.torch_internals.private_names import find
 
 try:
-    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
     from torch.distributed.tensor import DTensor
 except ImportError:  # a build without torch.distributed
 
@@ -23,6 +24,9 @@ except ImportError:  # a build without torch.distributed
         """Nothing is an instance of it."""
 
     class FSDPModule:  # type: ignore[no-redef]
+        """Nothing is an instance of it."""
+
+    class CPUOffloadPolicy:  # type: ignore[no-redef]
         """Nothing is an instance of it."""
 
 
@@ -39,6 +43,21 @@ def is_sharded(p: object) -> bool:
 def frees_weights(model: nn.Module) -> bool:
     """Return whether weights of modules are freed when these have been called (FSDP2)."""
     return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def check_no_offload(model: nn.Module, device_type: str) -> None:
+    """Refuse FSDP2's `CPUOffloadPolicy` away from the CPU: Lightning moves shards to the device, where torch fails.
+
+    Raises:
+        ValueError: a module of `model` is sharded with it, and trains on a device of another type.
+    """
+    if device_type != "cpu" and any(isinstance(group.offload_policy, CPUOffloadPolicy) for group in _groups(model)):
+        raise setting_error(
+            "offload_policy",
+            "must keep shards on the device: Lightning's `ModelParallelStrategy` moves them there",
+            "CPUOffloadPolicy",
+            "Call `fully_shard` without it; `optimizer_state='offload'` keeps the optimizer's state in host memory.",
+        )
 
 
 def is_sharding(kind: type) -> bool:

@@ -13,7 +13,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_memsave import MemSave, MemSaveStrategy, predict
@@ -24,14 +24,14 @@ from lightning_memsave.torch_internals.fake_tensors import is_fake
 class Layers(L.LightningModule):
     """A parameter of 4 * 64 * 64 bytes in each layer, and nothing else."""
 
-    def __init__(self, is_sharded=False, read=False):
+    def __init__(self, is_sharded=False, read=False, **options):
         super().__init__()
         self.net = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3)))
-        self.is_sharded, self.read = is_sharded, read
+        self.is_sharded, self.read, self.options = is_sharded, read, options
 
     def configure_model(self):
         for part in (*self.net, self.net) if self.is_sharded else ():
-            fully_shard(part, mesh=self.device_mesh["data_parallel"])
+            fully_shard(part, mesh=self.device_mesh["data_parallel"], **self.options)
 
     def training_step(self, batch, batch_idx):
         loss = self.net(batch).mean()
@@ -126,6 +126,16 @@ def test_data_is_not_prepared_again_and_nobody_is_waited_for(read):
         MemSave("measure").recipe
     )
     assert found.by_category["gradients"] == alone.by_category["gradients"] == 2 * WEIGHTS
+
+
+def test_shards_in_host_memory_are_refused_on_a_device():
+    module, plain = Layers(is_sharded=True, offload_policy=CPUOffloadPolicy(pin_memory=False)), Layers(is_sharded=True)
+    options = {"strategy": sharded_over(2), "devices": 2}
+    found, usual = (predict(each, torch.ones(8, 64), MemSave("measure"), **options) for each in (module, plain))
+    assert found.peak_bytes == usual.peak_bytes  # there is no other memory
+    for source in (module, Layers(is_sharded=True, read=True, offload_policy=CPUOffloadPolicy(pin_memory=False))):
+        with pytest.raises(ValueError, match=r"offload_policy.*moves them there.*optimizer_state='offload'"):
+            predict(source, torch.ones(8, 64), target="cuda", **options)
 
 
 def test_no_mesh_of_a_prediction_is_remembered():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from dataclasses import replace
+from typing import Any, ClassVar
 
 import lightning as L
 import pytest
@@ -12,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -20,6 +21,8 @@ from lightning_memsave import ActivationCompression, MemSave, OptimizerState
 
 
 class Module(L.LightningModule):
+    options: ClassVar[dict[str, Any]] = {}
+
     def __init__(self) -> None:
         super().__init__()
         blocks = (nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 32), nn.GELU()) for _ in range(2))
@@ -30,7 +33,7 @@ class Module(L.LightningModule):
         if not isinstance(self.head, FSDPModule):
             norms = (block[0] for block in self.net[1:])
             for part in (*norms, *self.net[1:], self.net, self.head):
-                fully_shard(part, mesh=self.device_mesh["data_parallel"])
+                fully_shard(part, mesh=self.device_mesh["data_parallel"], **self.options)
 
     def training_step(self, batch, batch_idx):
         loss = F.cross_entropy(self.head(self.net(batch[0])), batch[1])
@@ -145,6 +148,10 @@ def main() -> None:
             memsave.report.applied
         )
     assert all(torch.equal(a, b) for a, b in zip(ends["keep"], ends["release"], strict=True))
+    Module.options = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}  # on CPU it changes nothing
+    in_host_memory, _ = train(memsave, "memsave_fsdp")
+    assert all(torch.equal(a, b) for a, b in zip(in_host_memory, ends["release"], strict=True))
+    Module.options = {}
     assert 0 < max(float((a - b).abs().max()) for a, b in zip(plain, ends["keep"], strict=True)) < 0.05
     clipped, _ = train(None, ModelParallelStrategy(2, 1), max_norm=0.1)
     two_pass = OptimizerState(first_moment="32bit", gradients="release", norm_clipping="two-pass")

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.utils.data import DataLoader
 
 from lightning_memsave import (
@@ -332,3 +332,14 @@ class Sharded(Net):
 def test_strategies_on_one_device(strategy, make, settings):
     _, module = fit(settings, make, strategy=strategy)
     assert module.losses[-1] < module.losses[0]
+
+
+@pytest.mark.kernels
+def test_shards_in_host_memory_are_refused():
+    class InHostMemory(Net):
+        def configure_model(self):
+            for block in (self.table, *self.blocks, self.head):
+                fully_shard(block, mesh=self.device_mesh["data_parallel"], offload_policy=CPUOffloadPolicy())
+
+    with pytest.raises(ValueError, match=r"offload_policy.*moves them there.*optimizer_state='offload'"):
+        fit({}, InHostMemory, strategy="memsave_fsdp")
