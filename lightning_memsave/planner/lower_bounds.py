@@ -36,7 +36,7 @@ from lightning_memsave.techniques.tiling import Tiling
 _ROWS = (*CATEGORIES, "update", "rest")
 """Categories of bytes; temporaries of the optimizer's update, and what a timeline does not show, apart."""
 _GRADIENTS, _ACTIVATIONS, _TEMPORARY = (_ROWS.index(name) for name in ("gradients", "activations", "temporary"))
-_STATE_PARTS = {"32bit": 1.0, "8bit": 0.25, "4bit": 0.125}
+_STATE_PARTS = {"32bit": 1.0, "8bit": 0.25, "4bit": 0.125, "offload": 0.0}
 _LASTING = [_ROWS.index(name) for name in ("weights", "optimizer_state", "data")]
 _LEARNED_KINDS = (ActivationCompression, Tiling, Checkpointing)
 _SLACK, _NO_EFFECT = 0.8, 0.99
@@ -208,7 +208,11 @@ def _least_part(new: Config | None, old: Config | None) -> dict[str, float]:
         return {"activations": 0.02, "temporary": 0.5}
     if isinstance(new, OptimizerState):
         before = _STATE_PARTS[old.format] if isinstance(old, OptimizerState) else 1.0
-        left = {"optimizer_state": min(1.0, _STATE_PARTS[new.format] / before), "update": 0.0}
+        part = min(1.0, _STATE_PARTS[new.format] / before) if before else 1.0
+        left = {"optimizer_state": part, "update": 0.0}
+        left |= (
+            {"rest": 0.0} if new.placement == "host" else {}
+        )  # what lay between tensors lay between those of the state
         return left | ({"gradients": 0.0} if new.gradients == "release" else {})
     return {}
 

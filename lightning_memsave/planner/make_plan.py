@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_memsave.core.compatibility import check_compatibility, costs_of
@@ -24,6 +24,8 @@ from lightning_memsave.planner.search_space import (
     Tiled,
     describe,
     dimensions,
+    in_host_memory,
+    tiles,
 )
 from lightning_memsave.saved_tensors.codec_names import HEAD
 from lightning_memsave.simulation.predicted_step import Prediction
@@ -132,20 +134,31 @@ def make_plan(
     search = Search(table, predict, fixed, situation.ways, watch=watch, asking=situation.asking_of)
     room = budget_bytes - situation.noted_bytes
     found, smallest = _fit_closely(search, room, confirm)
-    may_tile = found is None and not search.is_late and not situation.tiled.modules
-    if may_tile and (tiled := situation.find_positions()).modules:
-        # Beside what takes least so far; with tiles inside, regions of blocks take less than planned ones.
-        least = dict(zip(table, search.lowest() if smallest is None else smallest.choice, strict=True))
-        table = _open_dimensions(sizes, recipe, dataclasses.replace(situation, tiled=tiled), recipe.name)
-        beside = {kind: (least[kind],) for kind in table} | {Tiling: table[Tiling]}
-        if Checkpointing in table:
-            blocks = (option for option in table[Checkpointing] if option.config in (None, Checkpointing()))
-            beside[Checkpointing] = tuple(dict.fromkeys((*blocks, least[Checkpointing])))
-        search = search.among(beside)
-        found, smallest = _fit_closely(search, room, confirm)
+    # The first takes a test of its own, for which there is no time when it is late.
+    for last_resort in (_host_memory,) if search.is_late else (_tiles_of_positions, _host_memory):
+        if found is None and (more := last_resort(situation, table)):  # beside what takes least so far
+            least = dict(zip(table, search.lowest() if smallest is None else smallest.choice, strict=True))
+            beside = {kind: [option for option in more.get(kind, ()) if option != least[kind]] for kind in table}
+            search = search.among({kind: (least[kind], *others) for kind, others in beside.items()})
+            found, smallest = _fit_closely(search, room, confirm)
     if found is None:
         raise _infeasible(budget, sizes, recipe, situation, search, smallest)
-    return _plan(budget, budget_bytes, recipe, situation, plain, search, found)
+    return _plan(budget, budget_bytes, recipe, situation, plain, search, found, table)
+
+
+def _tiles_of_positions(
+    situation: Situation, table: Mapping[type[Config], Dimension]
+) -> Mapping[type[Config], Dimension]:
+    """Return tiles, and regions of blocks: with tiles inside, these take less than planned ones."""
+    if situation.tiled.modules or Tiling not in table or not (tiled := situation.find_positions()).modules:
+        return {}
+    blocks = (option for option in table.get(Checkpointing, ()) if option.config in (None, Checkpointing()))
+    return {Tiling: tuple(tiles(tiled, situation.overhead)), Checkpointing: tuple(blocks)}
+
+
+def _host_memory(situation: Situation, table: Mapping[type[Config], Dimension]) -> Mapping[type[Config], Dimension]:
+    """Return what keeps optimizer state and inputs of regions in host memory, where the device has its own."""
+    return in_host_memory() if situation.device_type == "cuda" else {}
 
 
 def _open_dimensions(
@@ -297,10 +310,12 @@ def _plan(
     plain: Prediction,
     search: Search,
     found: Found,
+    table: Mapping[type[Config], Dimension],
 ) -> Plan:
     prediction, workspace_bytes = found.prediction, found.prediction.workspace_bytes + situation.noted_bytes
     free_bytes = budget_bytes - needed_bytes(prediction) - situation.noted_bytes
-    steps = _steps(search, found, budget_bytes)
+    nothing = tuple(dimension[0] for dimension in table.values())  # what was taken last is searched beside the rest
+    steps = _steps(search, found, budget_bytes, nothing)
     flags = [flag for flag in dict.fromkeys((situation.why_whole, *plain.flags, *prediction.flags)) if flag]
     if found.why_ended:
         flags.append(f"the search ended {found.why_ended}: there may be a cheaper plan")
@@ -330,12 +345,12 @@ def _measured_time_factor(plain: Prediction, planned: Prediction) -> float | Non
     return planned.seconds / plain.seconds
 
 
-def _steps(search: Search, found: Found, budget_bytes: int) -> tuple[PlanStep, ...]:
+def _steps(search: Search, found: Found, budget_bytes: int, nothing: Choice) -> tuple[PlanStep, ...]:
     steps = []
     for number, option in enumerate(found.choice):
         if option.config is None:
             continue
-        without = search.predict((*found.choice[:number], search.nothing[number], *found.choice[number + 1 :]))
+        without = search.predict((*found.choice[:number], nothing[number], *found.choice[number + 1 :]))
         if without is None:
             reason, saves = "the others need it, or nothing more was predicted", None
         else:

@@ -99,6 +99,8 @@ _TILES = 1.45
 """Time of a step whose modules run in two tiles; each further one starts all operations twice again."""
 _CODED = 1.1
 """Time of a step with coded activations."""
+_COPIED = 1.5
+"""Time of a step that copies to host memory and back what it needs once; not measured: an order, taken last."""
 _STORE_OVERHEAD = 3
 """How many times the overhead of starting operations a store adds to a step's time."""
 
@@ -173,7 +175,7 @@ def dimensions(
         ),
         Microbatching: tuple(_parts(num_samples, is_cut_exact, overhead)),
         ActivationCompression: tuple(_activations(own, noise_bounds, store, has_wide_head)),
-        Tiling: tuple(_tiles(tiled, overhead)),
+        Tiling: tuple(tiles(tiled, overhead)),
         Checkpointing: (
             Option(text="no regions", strength=0),
             regions_for(budget_bytes, min(_BLOCKS - 0.01, 1.05 + 0.35 * max(0.0, 1 - budget_bytes / plain_bytes))),
@@ -232,6 +234,25 @@ def with_regions_for(options: Sequence[Option], budget_bytes: int) -> tuple[Opti
         regions_for(budget_bytes, option.time_factor) if isinstance(option.config, Checkpointing) else option
         for option in options
     )
+
+
+def in_host_memory() -> dict[type[Config], Dimension]:
+    """Return settings that keep in host memory what a device has no room for; "off" is not among them."""
+    offload, released = (OptimizerState(placement="host", gradients=g) for g in ("keep", "release"))
+    inputs = Checkpointing(offload=True)
+    return {
+        Checkpointing: (
+            Option(text="checkpointing=Checkpointing(offload=True)", config=inputs, time_factor=_BLOCKS * _COPIED),
+        ),
+        OptimizerState: (
+            Option(text='optimizer_state="offload"', config=offload, time_factor=_COPIED**2),
+            Option(
+                text='optimizer_state=OptimizerState(placement="host", gradients="release")',
+                config=released,
+                time_factor=1.035 * _COPIED**2,
+            ),
+        ),
+    }
 
 
 def _changed(text: str, config: Config, tier: str, time_factor: float, strength: int | None = None) -> Option:
@@ -295,7 +316,7 @@ def _parts(num_samples: int | None, is_exact: bool, overhead: float) -> Iterator
         )
 
 
-def _tiles(tiled: Tiled, overhead: float) -> Iterator[Option]:
+def tiles(tiled: Tiled, overhead: float) -> Iterator[Option]:
     """Yield no tiles, then ever smaller ones: a half of the samples, a quarter, down to a sixteenth.
 
     Of positions, a quarter and a sixteenth.

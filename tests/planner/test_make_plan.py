@@ -4,7 +4,7 @@ import functools
 
 import pytest
 
-from lightning_memsave import ActivationCompression, Checkpointing, LowPrecision, Sparsity
+from lightning_memsave import ActivationCompression, Checkpointing, LowPrecision, OptimizerState, Sparsity
 from lightning_memsave.core.errors import BudgetTooSmallError
 from lightning_memsave.core.report import CATEGORIES
 from lightning_memsave.planner import make_plan as module
@@ -163,3 +163,37 @@ def test_other_kernels_of_the_optimizer_are_advised_where_they_matter(weights, i
     with pytest.raises(ValueError, match=r"What is left is temporary.*shorter samples") as refusal:
         plan(50_000, confirm=None, predict=lambda _: Prediction(peak_bytes=PLAIN_BYTES, by_category=split))
     assert ("foreach=False" in str(refusal.value)) is is_advised
+
+
+def with_adam(techniques):
+    """A step of Adam, with two numbers of state for each weight, and regions whose inputs take a tenth."""
+    split = dict.fromkeys(CATEGORIES, 20_000) | {"optimizer_state": 40_000, "data": 0, "temporary": 0}
+    for technique in techniques:
+        if isinstance(technique, ActivationCompression):
+            split["activations"] = min(split["activations"], 10_000)
+        elif isinstance(technique, Checkpointing):
+            split["activations"] = 0 if technique.offload else 2_000
+        elif isinstance(technique, OptimizerState):
+            split["gradients"] *= technique.gradients == "keep"
+            split["optimizer_state"] *= {"32bit": 1, "8bit": 0.25, "4bit": 0.125, "offload": 0}[technique.format]
+    return Prediction(peak_bytes=int(sum(split.values())), by_category=split)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "budget", "settings"),
+    [
+        ("lossless", 62_000, {OptimizerState(first_moment="32bit", gradients="release"), Checkpointing(budget=62_000)}),
+        ("lossless", 43_000, {OptimizerState(placement="host"), Checkpointing(budget=43_000)}),
+        ("lossless", 21_000, {OptimizerState(placement="host", gradients="release"), Checkpointing(offload=True)}),
+        ("balanced", 43_000, {OptimizerState(gradients="release")}),
+    ],
+)
+def test_host_memory_is_taken_where_nothing_else_fits(recipe, budget, settings):
+    switched_off = {name: False for name in ("microbatch", "precision", "sparsity")}
+    chosen, plain = resolve(recipe, switched_off), with_adam(())
+    made = make_plan(Budget(budget), chosen, Situation(device_type="cuda"), plain, with_adam)
+    assert {each for each in made.techniques if isinstance(each, (OptimizerState, Checkpointing))} == settings
+    assert all(step.reason.startswith("without it the step would take") for step in made.steps)
+    if any(getattr(each, "placement", "") == "host" for each in settings):
+        with pytest.raises(ValueError, match="must be at least"):
+            make_plan(Budget(budget), chosen, Situation(), plain, with_adam)  # the CPU has one memory

@@ -276,6 +276,30 @@ def test_a_budget_is_kept(part):
     assert torch.cuda.max_memory_allocated() <= budget
 
 
+class Wide(Net):
+    """Weights are most of what a step takes, with gradients and state four times as much."""
+
+    def __init__(self):
+        super().__init__(dropout=0.0)
+        self.blocks = nn.Sequential(nn.Linear(WIDTH, 1024), *(nn.Linear(1024, 1024) for _ in range(12)))
+        self.blocks.append(nn.Linear(1024, WIDTH))
+
+
+def test_a_budget_that_needs_host_memory():
+    _, plain = fit(None, Wide)
+    whole = torch.cuda.max_memory_reserved()
+    gc.collect()
+    torch.cuda.empty_cache()
+    budget = int(0.6 * whole)
+    others = dict.fromkeys(("microbatch", "activations", "checkpointing", "tiling"), False)
+    trainer, module = fit({"recipe": "lossless", "budget": budget, **others}, Wide)
+    memsave = next(c for c in trainer.callbacks if isinstance(c, MemSave))
+    print("HOST BUDGET", budget, torch.cuda.max_memory_allocated(), [step.setting for step in memsave.plan.steps])
+    assert any('"offload"' in step.setting or 'placement="host"' in step.setting for step in memsave.plan.steps)
+    assert torch.cuda.max_memory_allocated() <= budget
+    assert module.losses == pytest.approx(plain.losses, rel=1e-4)
+
+
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 @pytest.mark.parametrize("name", ["8bit", "bf16+8", "into-state", "offload", "balanced", "extreme"])
 def test_a_resume_goes_on_as_if_nothing_had_happened(name, tmp_path):
