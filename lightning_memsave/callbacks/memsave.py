@@ -211,8 +211,6 @@ class MemSave(MemoryMonitor):
                     [type(c).__name__ for c in callbacks_of(trainer)],
                     "Merge their settings.",
                 )
-            if self.budgeted is not None:
-                self.budgeted.begin()
             self._session = Session(self.recipe, self._source).after(self._session)
         elif self._session is None:
             self._session = Session(self.recipe, self._source)
@@ -286,7 +284,7 @@ class MemSave(MemoryMonitor):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take up what was learned; effective from the first batch on."""
-        if self._source is not None:
+        if self._source is not None and (self._session is None or not self._session.is_decided):
             self._source.load_state_dict(state_dict)
         if self._session is not None and state_dict:
             self._session.load_state_dict(state_dict)

@@ -81,16 +81,18 @@ class Session:
         self.cutter = BatchCutter(config, self.recovery, warns=recipe.name in ("lossless", "exact"))
         self.zero_grad_first = recipe.get(EarlyZeroGrad) is not None
 
-    def decide_early(self, trainer: L.Trainer) -> None:
-        """Choose the recipe of a run whose module is about to be sharded (FSDP2): afterwards it cannot be copied."""
-        if self.source is not None:
-            self._decided = self.source.decide(trainer)
+    @property
+    def is_decided(self) -> bool:
+        """Whether the recipe of the run has been chosen; under FSDP2 that is before a checkpoint is read."""
+        return self._decided is not None
 
-    def decided(self, trainer: L.Trainer) -> Recipe:
-        """Return the recipe of a run that is about to begin."""
-        if self._decided is not None or self.source is None:
-            return self._decided or self.recipe
-        return self.source.decide(trainer)
+    def decide(self, trainer: L.Trainer) -> Recipe:
+        """Choose the recipe of a run, once: when it begins, or before FSDP2 shards the module, which is copied."""
+        if self.source is None:
+            return self.recipe
+        if self._decided is None:
+            self._decided = self.source.decide(trainer)
+        return self._decided
 
     def begin(self, recipe: Recipe) -> None:
         """Begin a fit, with what is left of the recipe in this way of training."""

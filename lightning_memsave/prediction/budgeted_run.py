@@ -99,7 +99,7 @@ class BudgetedRun:
         self.plan = plan
         """What is trained with; `None` before it was made."""
         self._made_for: Sequence[Any] | None = None  # as `_kind_of` tells it
-        self._has_told = self._has_warned = self._is_decided = False
+        self._has_told = self._has_warned = False
 
     @property
     def gradient_noise(self) -> float | None:
@@ -116,10 +116,6 @@ class BudgetedRun:
         """What was set besides the budget; the same in another process."""
         return re.sub(r" at 0x[0-9a-f]+", "", repr((self._recipe.techniques, self._recipe.switched_off)))
 
-    def begin(self) -> None:
-        """Begin a fit, for which nothing is decided."""
-        self._is_decided = False
-
     def decide(self, trainer: L.Trainer) -> Recipe:
         """Return the settings of this run; planned from its first batch unless a plan for such a run is there.
 
@@ -130,7 +126,6 @@ class BudgetedRun:
             with planning_groups(trainer):
                 self._make_plan(self._budget, trainer)
         assert self.plan is not None, "without a budget there is a plan"
-        self._is_decided = True
         return self.plan.as_recipe()
 
     def _make_plan(self, budget: Budget, trainer: L.Trainer) -> None:
@@ -199,7 +194,7 @@ class BudgetedRun:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Train on with the plan of the run that is resumed, if it was made for this budget."""
-        if self._budget is None or "plan" not in state or self._is_decided:  # FSDP2 reads checkpoints afterwards
+        if self._budget is None or "plan" not in state:
             return
         plan = Plan.from_json(state["plan"])
         asked = self._budget.text, self._recipe.name, self._asked

@@ -87,7 +87,7 @@ class MemSaveMixin(Strategy):
         """Run `configure_model` inside, where FSDP2 shards the model: settings are chosen before."""
         trainer = getattr(self.lightning_module, "_trainer", None)
         if trainer is not None and trainer.state.fn == "fit" and _SHARDS in ways_of_training(trainer):
-            self.memsave.decide_early(trainer)
+            self.memsave.decide(trainer)
         with super().tensor_init_context(empty_init):
             yield
 
@@ -117,7 +117,7 @@ class MemSaveMixin(Strategy):
     def _begin(self, trainer: L.Trainer) -> None:
         """Take up the recipe, as far as this way of training allows; a second fit starts with a clean record."""
         ways = ways_of_training(trainer)
-        decided = self.memsave.decided(trainer)
+        decided = self.memsave.decide(trainer)
         recipe, reasons = decided.stepping_aside(ways)
         check_compatibility([*recipe.rows(), *ways])
         for reason in reasons:

@@ -81,9 +81,12 @@ def test_a_source_decides_on_the_recipe():
             return CUT
 
     trainer = L.Trainer(**QUIET)
-    assert Session(RECIPES["lossless"], Chooses()).decided(trainer) is CUT
+    session = Session(RECIPES["lossless"], Chooses())
+    assert not session.is_decided
+    assert session.decide(trainer) is session.decide(trainer) is CUT
+    assert session.is_decided
     assert asked == [trainer]
-    assert Session(RECIPES["lossless"]).decided(trainer) is RECIPES["lossless"]
+    assert Session(RECIPES["lossless"]).decide(trainer) is RECIPES["lossless"]
 
 
 def test_what_was_done_is_told_in_the_order_of_recipes():

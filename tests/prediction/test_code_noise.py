@@ -306,6 +306,21 @@ def test_a_resumed_run_with_other_settings_is_measured_anew():
     assert "int4" not in second.state_dict()["chosen_codecs"]["codecs"]
 
 
+def test_what_a_checkpoint_says_after_the_choice_is_not_taken():
+    """So it is under FSDP2, where the choice is made before a checkpoint is read."""
+    first, second = bounded(0.3), bounded(0.3)
+    train(first, max_epochs=1)
+
+    class Reads(L.Callback):
+        def on_train_start(self, trainer, pl_module):
+            self.chosen = second.state_dict()["chosen_codecs"]
+            second.load_state_dict({"chosen_codecs": {**first.state_dict()["chosen_codecs"], "noise": 0.123}})
+
+    train(second, max_epochs=1, callbacks=[reads := Reads()])
+    assert second.state_dict()["chosen_codecs"] == reads.chosen
+    assert second.report.gradient_noise != 0.123
+
+
 class Summed(Net):
     def training_step(self, batch, batch_idx):
         return F.cross_entropy(self.net(batch[0]), batch[1], reduction="sum")
