@@ -43,7 +43,7 @@ class Module(L.LightningModule):
         self.net = None if is_late else new_net()
 
     def configure_model(self) -> None:
-        assert self.trainer.world_size == 2
+        assert self.trainer.world_size == self.device_mesh.size()  # a trial is of this process alone
         mesh = self.device_mesh["data_parallel"]
         if self.net is None:
             with torch.device("meta"):
