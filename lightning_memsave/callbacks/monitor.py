@@ -16,7 +16,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 
 from lightning_memsave.core.errors import MemoryGrowthWarning, setting_error
-from lightning_memsave.core.report import MemoryReport
+from lightning_memsave.core.report import Applied, MemoryReport
 from lightning_memsave.lightning_compat import Batch, callbacks_of, is_compiled
 from lightning_memsave.loops.out_of_memory import is_out_of_memory
 from lightning_memsave.loops.trainer_features import ways_of_training
@@ -85,6 +85,8 @@ class MemoryMonitor(Callback):
         self._num_batches = 0
         self._trained: tuple[int, int | None] = (0, None)
         """Parameter groups of the optimizers, and parameters in them that are trained, when last counted."""
+        self._applied_by_all: tuple[Applied, ...] | None = None
+        """What techniques did in all processes, once a fit has ended in which another one's loss class is worse."""
         self._current: Mapping[str, int] = {}
 
     def compare_to(self, baseline: MemoryReport | Prediction) -> MemoryMonitor:
@@ -120,7 +122,7 @@ class MemoryMonitor(Callback):
         measured = self._leader.report if self._leader is not None else self._measured()
         for told in (*reversed(self._followers), self):
             measured = told._held_against(measured)
-        return measured
+        return measured if self._applied_by_all is None else dataclasses.replace(measured, applied=self._applied_by_all)
 
     def _held_against(self, measured: MemoryReport) -> MemoryReport:
         if self._baseline is not None:
@@ -163,7 +165,7 @@ class MemoryMonitor(Callback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Tell the loggers how this run is configured."""
         self._has_figures_to_log = self._leader is None
-        self._trained = 0, None
+        self._trained, self._applied_by_all = (0, None), None
         if self._leader is None:
             log_config(trainer, self._config())
         if self._snapshot_path is not None:
@@ -288,6 +290,8 @@ class MemoryMonitor(Callback):
         """Write the final figures to the loggers that keep summaries, and tell people."""
         self._has_figures_to_log = False
         report = of_the_largest_rank(trainer, self.report)
+        if report.loss_class != self.report.loss_class:  # the gradients of one process are those of all
+            self._applied_by_all = report.applied
         if self._leader is None:
             log_summary(trainer, report)
             self._tell(trainer, report)

@@ -10,11 +10,13 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.utilities import rank_zero_info
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_memsave.core.errors import MicrobatchWarning, NoEffectWarning, add_note, setting_error
 from lightning_memsave.core.report import Applied
 from lightning_memsave.lightning_compat import Batch, session_of
-from lightning_memsave.loops.loss_reduction import Answer, ask
+from lightning_memsave.loops.late_reduction import num_collectives
+from lightning_memsave.loops.loss_reduction import EXCHANGES, Answer, ask
 from lightning_memsave.loops.loss_rules import LossRules
 from lightning_memsave.loops.microbatch_record import MicrobatchRecord
 from lightning_memsave.loops.out_of_memory import is_out_of_memory
@@ -102,7 +104,7 @@ class BatchCutter:
         Raises:
             ValueError: they differ; on every process.
         """
-        if not self._waits(trainer):
+        if not self.waits(trainer):
             return
         counts = torch.tensor([num_parts, -num_parts], device=trainer.strategy.root_device)
         most, least = trainer.strategy.reduce(counts, reduce_op="max").abs().tolist()
@@ -116,13 +118,14 @@ class BatchCutter:
 
     def _in_any_process(self, trainer: L.Trainer, flag: bool) -> bool:
         """Return `flag`; where processes wait for each other inside of a batch, whether it is true in any of them."""
-        if not self._waits(trainer):
+        if not self.waits(trainer):
             return flag
         found = torch.tensor(int(flag), device=trainer.strategy.root_device)
         return bool(trainer.strategy.reduce(found, reduce_op="max"))
 
     @staticmethod
-    def _waits(trainer: L.Trainer) -> bool:
+    def waits(trainer: L.Trainer) -> bool:
+        """Return whether processes wait for each other inside of a batch."""
         if trainer.world_size == 1:
             return False
         release = session_of(trainer).release
@@ -162,6 +165,27 @@ class BatchCutter:
         self._stays_whole, self.why_whole = False, ""
         return True
 
+    def ddp_of(self, trainer: L.Trainer) -> DistributedDataParallel | None:
+        """Return the model that DDP has wrapped, where no layer exchanges anything in the forward pass."""
+        model = trainer.strategy.model
+        return model if isinstance(model, DistributedDataParallel) and not self.waits(trainer) else None
+
+    @contextlib.contextmanager
+    def noting_exchange(self, ddp: DistributedDataParallel | None) -> Iterator[None]:
+        """Leave batches whole from now on where a part exchanges something inside, as the step did not when asked.
+
+        Args:
+            ddp: of `ddp_of`; in the forward pass after a backward pass that it has reduced, it may exchange something
+                itself (buffers, the order of buckets).
+        """
+        before = None if ddp is None or ddp.require_forward_param_sync else num_collectives()
+        yield
+        if before is None or num_collectives() == before or self._given_up:
+            return
+        self._given_up, self.why_whole = True, EXCHANGES
+        self.record.changes("training_step exchanges something for each microbatch of some batches")
+        self.record.ran_whole(f"Batches are not cut into microbatches any more: {EXCHANGES} {_BY_TILES}")
+
     def has_samples(self, batch: Batch) -> bool:
         """Return whether a batch has more than one sample, and tells which they are."""
         try:
@@ -181,12 +205,12 @@ class BatchCutter:
             return True
 
         def asked() -> Answer:
-            agreed = (trainer.strategy.broadcast,) if self._waits(trainer) else ()
+            agreed = (trainer.strategy.broadcast,) if self.waits(trainer) else ()
             return ask(trainer, kwargs, int(sum(n for _, n in parts)), config, *agreed)
 
         before, answer = rules.known, rules.ask(asked)
         is_given = config.weight_fn is not None or config.reduction != "auto"
-        if is_given and (not answer.is_exchanged or self._waits(trainer)):  # who waits cuts as the others do
+        if is_given and (not answer.is_exchanged or self.waits(trainer)):  # who waits cuts as the others do
             return self._takes_given(answer, config, is_first=not before)
         if before and not answer.has_failed:
             self._compare(before, answer, f"batch {trainer.fit_loop.batch_idx} of epoch {trainer.current_epoch}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import UserDict
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from numbers import Number
 from typing import Any
 
@@ -34,6 +34,7 @@ from lightning_memsave.torch_internals.sharded_parameters import (
     has_unreduced_gradients,
     is_sharding,
     reduces_gradients,
+    with_shards,
     written_part,
 )
 
@@ -78,7 +79,9 @@ class BatchStart:
         self.metrics = [m for _, m in owners if isinstance(m, Metric)] if of_metrics else []
         """Metrics of the module."""
         self._parameters = list(named_parameters(owners))
-        self.edits = ParameterEdits(((name, p) for name, *_, p in self._parameters), reads)
+        self._frees_weights = any(map(is_sharding, kinds))
+        counted: Iterable[tuple[str, Tensor]] = ((name, p) for name, *_, p in self._parameters)
+        self.edits = ParameterEdits(with_shards(module, counted) if self._frees_weights else counted, reads)
         """Edits of parameters, of which no copies are kept."""
         self._seen_edits = SeenEdits((name, p) for name, *_, p in self._parameters)
         parameters = list({id(p): p for _, m in owners for p in m._parameters.values() if p is not None}.values())
@@ -125,7 +128,6 @@ class BatchStart:
         own = [each for small, _ in inside.values() for each in small]
         self._containers = [(container, copy.copy(container)) for container in (*_containers(batch), *own)]
         self._num_collectives = num_collectives()
-        self._frees_weights = any(map(is_sharding, kinds))
         self._has_unreduced = self._frees_weights and has_unreduced_gradients(module)
 
     def changed_buffers(self) -> set[str]:

@@ -33,7 +33,7 @@ from lightning_memsave.loops.out_of_memory import is_out_of_memory
 from lightning_memsave.loops.perturbed_weights import enlarged, moved
 from lightning_memsave.loops.probe_samples import FEWEST_SAMPLES, Subject
 from lightning_memsave.loops.sample_noise import SampleNoise
-from lightning_memsave.loops.side_effect_free import without_a_trace
+from lightning_memsave.loops.side_effect_free import set_mode, without_a_trace
 from lightning_memsave.loops.wide_numbers import WideNumbers
 from lightning_memsave.measuring.allocator import free_memory
 from lightning_memsave.saved_tensors.kept_noise import in_tile
@@ -43,7 +43,7 @@ from lightning_memsave.techniques.microbatching import Microbatching
 from lightning_memsave.techniques.microbatching.reduction import Losses, ReductionRule, rules_for
 from lightning_memsave.techniques.microbatching.split import are_equal, cloned
 from lightning_memsave.torch_internals.collectives import ExchangesError, NoExchange
-from lightning_memsave.torch_internals.sharded_parameters import free_gathered, has_fake_parameters
+from lightning_memsave.torch_internals.sharded_parameters import end_forward, free_gathered, has_fake_parameters
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 3e-6}
 """Fraction of a loss, or of a term of it, that its parts may be off.
@@ -144,18 +144,21 @@ def _asked(
             if widens:  # afterwards, so that what a step keeps for later (`lru_cache`) has its own dtype
                 in_32 = _Evaluation(trainer, kwargs, mode, start, no_exchange, widens)
                 found = _found_in_float32(in_32, subject, config, num_samples, is_thorough) or found
+            if no_exchange.found is not None:  # which answers the question, in the middle of a forward pass
+                end_forward(module)
+                found = found[0], True
             answer, is_last = found if agreed is None else agreed(found)
             if is_last:
                 break
     free_gathered(module)  # no backward follows
-    return answer if no_exchange.found is None else Answer(why_not=_EXCHANGES, is_exchanged=True)
+    return answer if no_exchange.found is None else Answer(why_not=EXCHANGES, is_exchanged=True)
 
 
 _OTHERS_WAIT = (
     "memsave: the error came where `training_step` ran on a few samples, to find out how the loss depends on them. The "
     "others may wait there, so this process cannot go on without it. `microbatch=False` runs batches whole."
 )
-_EXCHANGES = (
+EXCHANGES = (
     "`training_step` exchanges something with other processes, which may cut their batches into other numbers of parts."
 )
 
@@ -350,10 +353,11 @@ class _Evaluation:
     ) -> None:
         self._no_exchange = no_exchange if trainer.world_size > 1 else contextlib.nullcontext()
         self._trainer, self._kwargs, self.mode, self._start = trainer, kwargs, mode, start
-        self._dtypes, self._widens = {torch.float32} if widens else _weights_of(trainer.lightning_module), widens
+        self.module: L.LightningModule = trainer.lightning_module
+        self._dtypes, self._widens = {torch.float32} if widens else _weights_of(self.module), widens
         self._is_wide = self._dtypes <= _TOLERANCE.keys()
         """Whether all that computes may do so with 32 bits or more."""
-        self._seen, self._last_layers = LossTerms(), LastLayers(trainer.lightning_module)
+        self._seen, self._last_layers = LossTerms(), LastLayers(self.module)
         self._differentiates = False
         self.has_skipped = False
         """Whether the step has returned no loss, as Lightning allows."""
@@ -367,15 +371,14 @@ class _Evaluation:
 
     def of(self, subject: Subject) -> list[_Evaluated]:
         """Evaluate the whole and its parts."""
-        module = self._trainer.lightning_module
         sizes = [int(n) for _, n in subject.parts]
         starts = [0, *itertools.accumulate(sizes[:-1])]
         counted = [(p, s, n) for (p, _), s, n in zip(subject.parts, starts, sizes, strict=True) if n]
         with contextlib.ExitStack() as stack:
             if self.mode.moves_weights:
-                stack.enter_context(moved(module))
+                stack.enter_context(moved(self.module))
             if self.mode.enlarges_weights:
-                stack.enter_context(enlarged(module))
+                stack.enter_context(enlarged(self.module))
             subjects = ((subject.whole, 0, sum(sizes)), *counted)
             run = _with_graph if self._differentiates else _without_graph
             return [run(functools.partial(self._loss_of, *each, sum(sizes))) for each in subjects]
@@ -383,8 +386,8 @@ class _Evaluation:
     def gradients_of(self, subject: Subject) -> list[list[InputGradient]]:
         """Return gradients of the whole and of its parts by the inputs of the last layers; none where that fails."""
         # A graph would keep the logits of a wide head; and where one sample does not fit, nothing is left for a graph.
-        module, fallbacks = self._trainer.lightning_module, session_of(self._trainer).fallbacks
-        if self._last_layers.are_hooked or has_wide_head(module) or fallbacks.tiling is not None:
+        fallbacks = session_of(self._trainer).fallbacks
+        if self._last_layers.are_hooked or has_wide_head(self.module) or fallbacks.tiling is not None:
             return []
         self._differentiates = True
         try:
@@ -403,11 +406,12 @@ class _Evaluation:
         return rules_for(batch, self._seen.ignored)
 
     def _loss_of(self, part: Batch, start: int, num_samples: int, num_all: int) -> _Evaluated:
-        trainer, module = self._trainer, self._trainer.lightning_module
+        trainer, module = self._trainer, self.module
         self._start.restore()
+        free_gathered(module)  # as backward has, before a step
         self._seen.begin()
         module._current_fx_name = "training_step"
-        _set_mode(module, self.mode.is_training)
+        set_mode(module, self.mode.is_training)
         # A copy, as the parts are views of the batch, which a step may change.
         arguments = tuple({**self._kwargs, "batch": cloned(part)}.values())
         kind = trainer.strategy.root_device.type
@@ -454,20 +458,6 @@ class _Evaluation:
 
 def _weights_of(module: nn.Module) -> set[torch.dtype]:
     return {p.dtype for p in module.parameters() if p.is_floating_point()}
-
-
-def _set_mode(module: L.LightningModule, is_training: bool) -> None:
-    for layer in module.modules() if is_training else ():
-        if isinstance(layer, nn.modules.batchnorm._BatchNorm):
-            layer.eval()
-    if is_training:
-        return
-    module.eval()
-    for layer in module.modules():
-        # Bitsandbytes' 4-bit layers (seen in 0.50) pack their weights in eval mode, for good, on CPUs with instructions
-        # for bfloat16, and no gradient goes through them any more.
-        if hasattr(layer, "support_avx512bf16_for_cpu"):
-            layer.train()
 
 
 def _with_graph(loss_of: Callable[[], _Evaluated]) -> _Evaluated:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from lightning_memsave.loops.batch_cutter import noting_parts
 from lightning_memsave.loops.batch_snapshot import BatchStart
 from lightning_memsave.loops.deferred_logs import DeferredLogs, KeptLogs
 from lightning_memsave.loops.joint_recovery import FailedTryError, JointRecovery, TryOfProcess, with_one_sample
+from lightning_memsave.loops.last_gradients import LastGradients
 from lightning_memsave.loops.late_reduction import LateReduction
 from lightning_memsave.loops.merged_metrics import MergedMetrics
 from lightning_memsave.loops.merged_outputs import detached, merge_outputs
@@ -41,7 +42,6 @@ from lightning_memsave.loops.out_of_memory import (
     nothing_left_jointly,
 )
 from lightning_memsave.loops.recovery import RecoveryPolicy
-from lightning_memsave.loops.repeated_hooks import run_again
 from lightning_memsave.loops.session import Session
 from lightning_memsave.loops.step_effects import unwatched
 from lightning_memsave.loops.trainer_features import ways_of_training
@@ -49,7 +49,6 @@ from lightning_memsave.measuring.allocator import free_memory, read_current, res
 from lightning_memsave.measuring.ledger import Ledger
 from lightning_memsave.measuring.meter import stop_measuring
 from lightning_memsave.torch_internals.private_names import missing
-from lightning_memsave.torch_internals.sharded_parameters import written_part
 
 _PRECISION_PLUGINS = tuple(f"{namespace}.plugins.precision" for namespace in NAMESPACES)
 
@@ -66,44 +65,34 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
             zero_grad_fn=loop._make_zero_grad_fn(batch_idx, optimizer),
         )
         self._loop, self._kwargs, self._optimizer = loop, kwargs, optimizer
-        self._zero_grad_fn: Callable[[], None] | None
-        self._has_zeroed = self._has_called_hooks = False
-        self._left: Sequence[Tensor] = []  # norms of gradients that a module's own `optimizer_zero_grad` has left
-        self._zeroed: list[Tensor] = []  # parameters whose gradients became zeros (`set_to_none=False`)
+        self._last_gradients: LastGradients
 
     @torch.enable_grad()
     def closure(self, *args: Any, **kwargs: Any) -> Any:
         """Run forward and backward of the batch: whole, in microbatches, or until it fits."""
         session: Session = self._loop.session
-        zero_grad = self._zero_grad_fn
-        try:
-            if session.joint is not None:
-                return self._run_jointly(session, session.joint)
-            if session.recovery is not None:
-                return self._run_until_it_fits(session, session.recovery)
-            parts = session.cutter.microbatches(self._loop.trainer, self._kwargs)
-            self._free_first(session)
-            # Beside processes that cut theirs, a whole batch logs when they do, after backward: a log may exchange.
-            logs_late = self._loop.trainer.world_size > 1 and session.cutter.config is not None
-            if not session.cutter.runs_in_parts(parts) and not logs_late:
-                return super().closure(*args, **kwargs)
-            with noting_parts(len(parts)):
-                return self._run_parts(parts, session) if logs_late else self._run(parts, session)
-        finally:
-            self._zero_grad_fn = zero_grad  # LBFGS calls again
+        self._last_gradients = LastGradients(self._loop, self._optimizer, self._zero_grad_fn)  # LBFGS calls again
+        if session.joint is not None:
+            return self._run_jointly(session, session.joint)
+        if session.recovery is not None:
+            return self._run_until_it_fits(session, session.recovery)
+        parts = session.cutter.microbatches(self._loop.trainer, self._kwargs)
+        self._free_first(session)
+        # Beside processes that cut theirs, a whole batch logs when they do, after backward: a log may exchange.
+        logs_late = self._loop.trainer.world_size > 1 and session.cutter.config is not None
+        if not session.cutter.runs_in_parts(parts) and not logs_late:
+            return super().closure(*args, **kwargs)
+        with noting_parts(len(parts)):
+            return self._run_parts(parts, session) if logs_late else self._run(parts, session)
 
     def _free_first(self, session: Session) -> None:
-        """Free the gradients of the last step; Lightning's own `zero_grad` and its hooks follow where they do."""
-        self._has_zeroed = session.zero_grad_first and self._zero_grad_fn is not None
-        self._has_called_hooks, self._left = False, []
-        if self._has_zeroed:
-            for p in self._parameters():
-                p.grad = None
+        if session.zero_grad_first:
+            self._last_gradients.free()
 
     def _run_until_it_fits(self, session: Session, recovery: RecoveryPolicy) -> Any:
         trainer, batch = self._loop.trainer, self._kwargs["batch"]
         device = trainer.strategy.root_device
-        accumulates = self._zero_grad_fn is None
+        accumulates = self._last_gradients.accumulate
         self._free_first(session)
         ddp = trainer.strategy.model if trainer.world_size > 1 else None
         exchange = LateReduction(ddp, self._loop.steps) if ddp is not None else None
@@ -134,19 +123,10 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
         """Epoch and number of the batch."""
         return self._loop.trainer.current_epoch, self._loop.trainer.fit_loop.batch_idx
 
-    def _why_final(self, why: str | None) -> str | None:
-        """Return why a try cannot be undone: `why`, or that it has added to gradients of which nobody has a copy."""
-        if why is not None or not any(map(bool, self._left)):
-            return why
-        what = "`optimizer_zero_grad` has left gradients of earlier batches, of which there is no copy"
-        return f"{what}. For sums over batches use `Trainer(accumulate_grad_batches=...)`"
-
     def _undo(self, start: BatchStart, device: torch.device, accumulates: bool) -> None:
         """Put the batch back to its start."""
-        start.restore(gradients=accumulates or self._has_zeroed)
-        if self._has_called_hooks:
-            self._zero_grad_fn = self._zero_gradients_again
-        self._left = []
+        start.restore(gradients=accumulates or self._last_gradients.are_gone)
+        self._last_gradients.begin_again()
         free_memory()
         reset_peak(device)  # of the try that does not count
 
@@ -154,7 +134,7 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
         """Run the batch until it fits in all processes, which wait for each other in it."""
         trainer, batch, recovery = self._loop.trainer, self._kwargs["batch"], session.recovery
         assert recovery is not None, "it is joint"
-        device, accumulates = trainer.strategy.root_device, self._zero_grad_fn is None
+        device, accumulates = trainer.strategy.root_device, self._last_gradients.accumulate
         self._free_first(session)
         while True:
             start = recovery.start_of(trainer.lightning_module, batch, accumulates, session.noise)
@@ -178,7 +158,8 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
                 session.cutter.record.note_good_try()
                 recovery.succeed(batch, len(parts), device, None if held is None else held.allocated_bytes)
                 return result
-            why_final, edited = self._why_final(start.what_stays()), start.not_put_back()
+            why_final = start.what_stays() or self._last_gradients.why_final
+            edited = start.not_put_back()
             self._undo(start, device, accumulates)
             was_measured = stop_measuring()
             if failure is not None:
@@ -235,7 +216,7 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
         """
         session: Session = self._loop.session
         assert session.recovery is not None
-        why_final = self._why_final(start.why_final())
+        why_final = start.why_final() or self._last_gradients.why_final
         if exchange is not None and exchange.has_begun:
             why_final = "gradients are on their way to other processes"
         if not is_out_of_memory(error):
@@ -282,33 +263,6 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
         text = nothing_left(module, ledger.measurement, can_cut, applied, failure, fixed, why_whole)
         raise OutOfMemoryUnrecoverableError(text)
 
-    def _zero_gradients(self) -> None:
-        """Zero gradients as Lightning does, unless they accumulate."""
-        if self._zero_grad_fn is not None:
-            self._zero_grad_fn()
-            self._has_zeroed = self._has_called_hooks = True
-            self._zeroed = [p for p in self._parameters() if p.grad is not None]
-            if self._loop.zeroes_itself and (gradients := self._gradients()):
-                self._left = torch._foreach_norm([written_part(gradient) for gradient in gradients])
-
-    def _parameters(self) -> list[Tensor]:
-        return [p for group in self._optimizer.param_groups for p in group["params"]]
-
-    def _gradients(self) -> list[Tensor]:
-        return [p.grad for p in self._parameters() if p.grad is not None]
-
-    def _zero_gradients_again(self) -> None:
-        """Drop gradients of a `training_step` that calls backward itself, as Lightning does, in another try."""
-        trainer = self._loop.trainer
-        for p in (p for p in self._zeroed if p.grad is None):
-            p.grad = torch.zeros_like(p)
-        self._loop.session.cutter.record.note_lost_gradients(self._loop.session.reads_gradients)
-        self._loop.session.cutter.record.note_hooks(run_again(trainer, self._optimizer))
-        if self._loop.zeroes_itself:
-            trainer.lightning_module.optimizer_zero_grad(*self._where, self._optimizer)
-        elif self._gradients():
-            self._optimizer.zero_grad()
-
     def _run(
         self,
         parts: list[tuple[Any, float]],
@@ -342,7 +296,8 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
         ):
             with batchnorm.microbatch():
                 out = self._loop._training_step(OrderedDict(self._kwargs, batch=batch))
-            self._zero_gradients()
+            self._last_gradients.zero(is_cut=False)
+            self._last_gradients.end_forward()
             if out.closure_loss is None:
                 return self._skipped()
             session.cutter.rules.note(out.closure_loss)
@@ -380,6 +335,7 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
         module = trainer.lightning_module
         is_watched = counts and len(parts) > 1
         watch = session.cutter.record.watch(module, trainer.strategy.root_device) if is_watched else unwatched
+        ddp = session.cutter.ddp_of(trainer) if is_watched else None
         with (  # under DDP a process that has not cut its batch logs when the others do
             DeferredLogs(results, type(results).log) as logs,
             MergedMetrics(module, len(parts), found_metrics) as metrics,
@@ -392,10 +348,12 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
                 with block_sync(trainer.strategy, block=exchange is not None or not is_last):
                     if joint is not None:
                         joint.phase = f"the forward pass of part {i + 1} of {len(parts)}"
-                    with batchnorm.microbatch(), watch(i):
+                    with batchnorm.microbatch(), watch(i), session.cutter.noting_exchange(ddp):
                         out = self._loop._training_step(OrderedDict(self._kwargs, batch=part))
                     if i == 0:
-                        self._zero_gradients()
+                        self._last_gradients.zero(is_cut=len(parts) > 1)
+                    if i + 1 == len(parts):
+                        self._last_gradients.end_forward()
                     losses.append(out.loss)
                     if out.closure_loss is None:
                         continue

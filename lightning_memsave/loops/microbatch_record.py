@@ -155,6 +155,12 @@ class MicrobatchRecord:
         if names:
             self.changes(f"{_HOOKS_AGAIN} {_listed([f'`{name}`' for name in names])}")
 
+    def note_early_hooks(self, names: Sequence[str]) -> None:
+        """Note hooks that have edited what later microbatches compute with."""
+        if names:
+            listed = _listed([f"`{name}`" for name in names])
+            self.changes(f"{listed} reads gradients and edits the module: later microbatches compute with that")
+
     def note_inputs(self, inputs: MetricInputs) -> None:
         """Note whether metrics have taken some parts of a batch for logits and others for probabilities."""
         if inputs.are_mixed:

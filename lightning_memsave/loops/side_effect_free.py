@@ -9,7 +9,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_memsave.lightning_compat import Batch, session_of
@@ -101,3 +101,18 @@ def _is_plain(tensor: Any) -> bool:
 
 def _bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)  # NaN as well
+
+
+def set_mode(module: L.LightningModule, is_training: bool) -> None:
+    """Set the mode in which a loss is evaluated: training but for BatchNorm, which would move, or evaluation."""
+    for layer in module.modules() if is_training else ():
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+            layer.eval()
+    if is_training:
+        return
+    module.eval()
+    for layer in module.modules():
+        # Bitsandbytes' 4-bit layers (seen in 0.50) pack their weights in eval mode, for good, on CPUs with instructions
+        # for bfloat16, and no gradient goes through them any more.
+        if hasattr(layer, "support_avx512bf16_for_cpu"):
+            layer.train()

@@ -15,6 +15,7 @@ from lightning_memsave.loops.step_settings import StepSettings
 from lightning_memsave.saved_tensors.module_state import Attributes
 from lightning_memsave.saved_tensors.parameter_edits import ParameterEdits
 from lightning_memsave.saved_tensors.randomness import Randomness, generators_in
+from lightning_memsave.torch_internals.sharded_parameters import with_shards
 
 _Norm = nn.modules.batchnorm._NormBase
 
@@ -33,7 +34,8 @@ class StepEffects:
         self._attributes = Attributes(owners)
         self._settings = StepSettings(module, ())  # those of layers are among the attributes
         self._tensors = list(_tensors(owners))
-        self._edits = ParameterEdits(((name, t) for name, *_, t in self._tensors), None if reads_values else ())
+        named = with_shards(module, ((name, t) for name, *_, t in self._tensors))
+        self._edits = ParameterEdits(named, None if reads_values else ())
         self._gradients = [(p, p.grad, None if p.grad is None else p.grad._version) for p in module.parameters()]
         self._randomness = Randomness({device}, generators_in(*(m for _, m in owners)))
 

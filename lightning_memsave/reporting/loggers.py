@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_memsave.core.report import MemoryReport
+from lightning_memsave.core.report import Applied, MemoryReport, worst_loss_class
 from lightning_memsave.core.units import format_bytes
 from lightning_memsave.reporting import wandb_run
 
@@ -78,7 +78,8 @@ def log_summary(trainer: Any, report: MemoryReport) -> None:
 def of_the_largest_rank(trainer: Any, report: MemoryReport) -> MemoryReport:
     """Return the report with the highest peak of all processes, which is what has to fit; all of them have to ask.
 
-    The peak of validation is the highest of all as well, which may be another process's.
+    The peak of validation is the highest of all as well, which may be another process's. Of each technique the worst
+    loss class is taken, with all reasons: what changes the gradients of one process changes the weights of all.
     """
     if trainer.world_size == 1 or not dist.is_available() or not dist.is_initialized():
         return report
@@ -87,7 +88,19 @@ def of_the_largest_rank(trainer: Any, report: MemoryReport) -> MemoryReport:
     reports = [MemoryReport.from_dict(each) for each in found]
     largest = max(reports, key=lambda each: each.peak_bytes or 0)
     evaluated = max((each.evaluation_peak_bytes or 0 for each in reports), default=0) or None
-    return dataclasses.replace(largest, evaluation_peak_bytes=evaluated)
+    return dataclasses.replace(largest, evaluation_peak_bytes=evaluated, applied=_of_all(largest, reports))
+
+
+def _of_all(largest: MemoryReport, reports: Sequence[MemoryReport]) -> tuple[Applied, ...]:
+    """Return what techniques did, where a process says more against one of them than the largest, with its words."""
+    found = {applied.technique: applied for applied in largest.applied}
+    for number, report in enumerate(reports):
+        for applied in report.applied:
+            known = found.setdefault(applied.technique, applied)
+            more = tuple(f"process {number}: {each}" for each in applied.reasons if each not in known.reasons)
+            worse = applied if worst_loss_class((known.loss_class, applied.loss_class)) != known.loss_class else known
+            found[applied.technique] = dataclasses.replace(worse, reasons=(*known.reasons, *more))
+    return tuple(found.values())
 
 
 def agreed(trainer: Any, figures: Mapping[str, float]) -> dict[str, float]:

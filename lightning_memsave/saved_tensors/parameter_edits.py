@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_memsave.saved_tensors.fingerprints import Fingerprint, fingerprint, is_near
 from lightning_memsave.torch_internals.autograd_graph import storage_key, version_of
 from lightning_memsave.torch_internals.dispatch_mode import DispatchMode
+from lightning_memsave.torch_internals.sharded_parameters import with_shards, written_part
 
 
 class ParameterEdits:
@@ -91,13 +92,15 @@ class ParametersKept(DispatchMode):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self._held = [(p, p.data) for p in module.parameters() if _has_storage(p)]
+        named = with_shards(module, module.named_parameters())
+        held = ((p, p.data) for p in dict.fromkeys(written_part(p) for _, p in named) if _has_storage(p))
+        self._held = list(held)
         self._parameters = {storage_key(p): p for p, _ in self._held}
         self._before: list[tuple[Tensor, Tensor]] = []
 
     def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
         if getattr(getattr(func, "_schema", None), "is_mutable", False):
-            for tensor in filter(_has_storage, tree_leaves((args, kwargs))):
+            for tensor in filter(_has_storage, map(_written, tree_leaves((args, kwargs)))):
                 parameter = self._parameters.pop(storage_key(tensor), None)
                 if parameter is not None:
                     self._before.append((parameter.data, parameter.data.clone()))
@@ -110,6 +113,10 @@ class ParametersKept(DispatchMode):
         for parameter, values in self._held:
             if storage_key(parameter) != storage_key(values):  # `parameter.data = ...`
                 parameter.data = values
+
+
+def _written(leaf: Any) -> Any:
+    return written_part(leaf) if isinstance(leaf, Tensor) else leaf
 
 
 def _has_storage(tensor: Any) -> bool:

@@ -6,7 +6,7 @@ shape of the shard as a DTensor, as torch's own optimizers do: distributed check
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -81,6 +81,21 @@ def whole(value: Tensor) -> Tensor:
 def written_part(value: Tensor) -> Tensor:
     """Return the tensor whose version tells of edits: FSDP2 adds to the shard of a gradient, behind the DTensor."""
     return value._local_tensor if isinstance(value, DTensor) else value
+
+
+def with_shards(model: nn.Module, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors of a model by name; of what is sharded, also while it is gathered, the shard, where edits go.
+
+    Of a shard there are two that count edits: the DTensor, and what this process has of it.
+    """
+    groups = list(_groups(model))
+    gathered = ((getattr(each, "_unsharded_param", None), each) for group in groups for each in group.fsdp_params)
+    shards = {id(whole): each.sharded_param for whole, each in gathered if whole is not None}
+    for name, tensor in named:
+        found = shards.get(id(tensor), tensor)
+        yield name, found
+        if isinstance(found, DTensor):
+            yield name, found._local_tensor
 
 
 def has_fake_parameters(model: nn.Module) -> bool:
@@ -203,6 +218,12 @@ def reset_after_error(model: nn.Module) -> None:
             each.unsharded_accumulated_grad = None
             if (gathered := getattr(each, "_unsharded_param", None)) is not None:
                 gathered.grad = None
+
+
+def end_forward(model: nn.Module) -> None:
+    """Free what FSDP2 has gathered for a forward pass that ended in an error, unless gradients wait to be reduced."""
+    if can_begin_anew() and frees_weights(model) and not has_unreduced_gradients(model):
+        reset_after_error(model)
 
 
 def has_unreduced_gradients(model: nn.Module) -> bool:

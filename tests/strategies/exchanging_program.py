@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -21,7 +22,9 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_memsave import MemoryReport, MemSave, Microbatching, NoEffectWarning, Tiling
+from lightning_memsave.core.report import Applied
 from lightning_memsave.reporting.loggers import of_the_largest_rank
+from lightning_memsave.torch_internals.sharded_parameters import can_begin_anew
 
 LONGEST = timedelta(seconds=60)
 
@@ -35,6 +38,17 @@ class Block(nn.Module):
         return x + self.inside(x)
 
 
+class Centred(nn.Module):
+    """Subtracts the mean over all processes, in training."""
+
+    def forward(self, x):
+        if self.training:
+            mean = x.detach().mean(0)
+            dist.all_reduce(mean)
+            x = x - mean / 2
+        return x
+
+
 class Module(L.LightningModule):
     """What exchanges: the log alone, a count, the mean over the samples of all processes, or a metric."""
 
@@ -43,6 +57,8 @@ class Module(L.LightningModule):
         torch.manual_seed(0)
         self.block, self.last, self.what, self.fails_in_parts = Block(), nn.Linear(6, 3), what, False
         self.accuracy = MulticlassAccuracy(3, dist_sync_on_step=True)
+        if what == "centred":
+            self.block.inside.append(Centred())
 
     def configure_model(self):
         if isinstance(self.trainer.strategy, ModelParallelStrategy) and not isinstance(self.block, FSDPModule):
@@ -56,7 +72,7 @@ class Module(L.LightningModule):
         scores = self.last(self.block(x))
         loss = F.cross_entropy(scores, y)
         count = torch.tensor(float(len(y)))
-        if self.what in ("count", "mean over all"):
+        if self.what in ("count", "mean over all") or (self.what == "later count" and batch_idx == 2):
             dist.all_reduce(count)
         if self.what == "mean over all":
             loss = loss * len(y) / count * 2
@@ -69,6 +85,30 @@ class Module(L.LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), 0.1)
+
+
+class Taught(Module):
+    """Has a teacher that each step averages first."""
+
+    def __init__(self, what):
+        super().__init__(what)
+        self.teacher = nn.Sequential(Block(), nn.Linear(6, 3)).requires_grad_(False)
+
+    def configure_model(self):
+        super().configure_model()
+        if isinstance(self.trainer.strategy, ModelParallelStrategy) and not isinstance(self.teacher, FSDPModule):
+            fully_shard(self.teacher, mesh=self.device_mesh["data_parallel"])
+
+    def training_step(self, batch, batch_idx):
+        if isinstance(self.teacher, FSDPModule):
+            self.teacher.reshard()
+        with torch.no_grad():
+            for theirs, own in zip(
+                self.teacher.parameters(), (*self.block.parameters(), *self.last.parameters()), strict=True
+            ):
+                theirs.mul_(0.9).add_(own, alpha=0.1)
+            targets = self.teacher(batch[0]).softmax(-1)
+        return super().training_step(batch, batch_idx) + F.cross_entropy(self.last(self.block(batch[0])), targets)
 
 
 def batches(last=8):
@@ -117,6 +157,7 @@ def whole_batches_log_as_cut_ones_do():
         memsave = MemSave(microbatch=4)
         assert compared(what, memsave, last=last) < 1e-6
         assert memsave.report.microbatch_size == 4
+        assert memsave.report.loss_class == "exact"
 
 
 def steps_that_exchange_run_whole():
@@ -128,6 +169,36 @@ def steps_that_exchange_run_whole():
                 apart = compared(what, memsave, shards=shards, last=8 if shards else 5)
             assert apart == 0.0, (what, shards, setting)
             assert memsave.report.microbatch_size is None
+
+
+def what_exchanges_later_is_found_in_the_first_batch_that_does():
+    """No question has seen it. That batch has exchanged once for each part; later ones run whole."""
+    memsave = MemSave(microbatch=4)
+    with pytest.warns(UserWarning, match=r"not cut into microbatches any more.*exchanges something"):
+        apart = compared("later count", memsave)
+    assert apart < 1e-6
+    assert memsave.report.loss_class == "changed"
+    assert any("exchanges something for each microbatch" in each for each in memsave.report.loss_class_reasons)
+
+
+def a_layer_that_exchanges_in_training_runs_whole():
+    """The question ends in the middle of a forward pass, in which FSDP2 has gathered moved weights."""
+    memsave = MemSave(microbatch=4)
+    with pytest.warns(UserWarning, match=r"not cut.*exchanges something"):
+        assert compared("centred", memsave, shards=True) == 0.0
+    assert memsave.report.loss_class == "exact"
+
+
+def a_teacher_that_a_step_averages_is_put_back_by_questions():
+    """Also where FSDP2 has gathered it: the same as with DDP, once for each part, and said."""
+    found = []
+    for shards in (False, True):
+        memsave = MemSave(microbatch=4)
+        found.append(train(Taught("log"), memsave, shards=shards)[0])
+        assert memsave.report.loss_class == "changed"
+        assert any("`teacher" in each for each in memsave.report.loss_class_reasons)
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
 def an_error_of_one_process_ends_both():
@@ -160,6 +231,10 @@ def the_highest_peaks_are_reported_of_all_processes():
     own = MemoryReport(peak_bytes=3 if is_first else 2, evaluation_peak_bytes=4 if is_first else 5)
     found = of_the_largest_rank(SimpleNamespace(world_size=2), own)
     assert (found.peak_bytes, found.evaluation_peak_bytes) == (3, 5)
+    whole = Applied(technique="microbatching", summary="")
+    cut = replace(whole, loss_class="changed", reasons=("statistics",))
+    found = of_the_largest_rank(SimpleNamespace(world_size=2), replace(own, applied=(whole if is_first else cut,)))
+    assert (found.peak_bytes, found.loss_class, found.loss_class_reasons) == (3, "changed", ("process 1: statistics",))
     none = of_the_largest_rank(SimpleNamespace(world_size=2), MemoryReport(peak_bytes=1))
     assert none.evaluation_peak_bytes is None
 
@@ -169,6 +244,10 @@ def main():
     dist.init_process_group("gloo", timeout=LONGEST)
     whole_batches_log_as_cut_ones_do()
     steps_that_exchange_run_whole()
+    what_exchanges_later_is_found_in_the_first_batch_that_does()
+    if can_begin_anew():
+        a_layer_that_exchanges_in_training_runs_whole()
+    a_teacher_that_a_step_averages_is_put_back_by_questions()
     sharded_modules_have_the_name_of_their_class()
     a_head_whose_weight_is_freed_keeps_its_logits_and_says_so()
     the_highest_peaks_are_reported_of_all_processes()
