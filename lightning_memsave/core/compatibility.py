@@ -37,6 +37,7 @@ WAYS_OF_TRAINING = (
     "SyncBatchNorm",
     "batch size finder",
     "learning rate finder",
+    "stochastic weight averaging of BatchNorm",
     "accumulate_grad_batches",
     "gradient clipping by norm",
     "gradient clipping by value",
@@ -339,6 +340,12 @@ COMPATIBILITY = (
         "loss scaling",
         "an overflow would be found after parameters have stepped",
         f'Use `precision="bf16-sr"`, which needs no scaling, or {_KEEP}.',
+    ),
+    CompatibilityRule(
+        "gradient release",
+        "stochastic weight averaging of BatchNorm",
+        "its last epoch, for the statistics, steps once more with the gradients of the batch before",
+        f"Use {_KEEP}.",
     ),
     CompatibilityRule("gradient release", "DDP"),
     CompatibilityRule(

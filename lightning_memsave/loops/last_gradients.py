@@ -10,6 +10,7 @@ gradients, as those of the step before are no longer there. What a callback keep
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -60,9 +61,7 @@ class LastGradients:
         if self._is_repeated:
             self._drop()
         elif is_cut:
-            editing = _run_readers(self._trainer, self._optimizer)
-            self._session.cutter.record.note_early_hooks(editing)
-            self._call_zero_grad()
+            self._session.cutter.record.note_early_hooks(_without_others(self._trainer, self._zero_grad))
         else:
             self._zero_grad()
             self._have_hooks_run = True
@@ -98,13 +97,10 @@ class LastGradients:
             p.grad = torch.zeros_like(p)
         self._session.cutter.record.note_lost_gradients(self._session.reads_gradients)
         if self._zeroes_itself:
-            self._call_zero_grad()
+            epoch, batch_idx = self._trainer.current_epoch, self._trainer.fit_loop.batch_idx
+            self._trainer.lightning_module.optimizer_zero_grad(epoch, batch_idx, self._optimizer)
         elif self._gradients():
             self._optimizer.zero_grad()
-
-    def _call_zero_grad(self) -> None:
-        epoch, batch_idx = self._trainer.current_epoch, self._trainer.fit_loop.batch_idx
-        self._trainer.lightning_module.optimizer_zero_grad(epoch, batch_idx, self._optimizer)
 
     def _parameters(self) -> list[Tensor]:
         return [p for group in self._optimizer.param_groups for p in group["params"]]
@@ -113,15 +109,20 @@ class LastGradients:
         return [p.grad for p in self._parameters() if p.grad is not None]
 
 
-def _run_readers(trainer: L.Trainer, optimizer: torch.optim.Optimizer) -> list[str]:
-    """Run the hooks that may read gradients; return the names of those that edit parameters or buffers."""
-    module, editing = trainer.lightning_module, []
-    for owner in _owners(trainer, reads_gradients=True):
-        before = _versions(module)
-        _run(owner, trainer, optimizer)
-        if _versions(module) != before:
-            editing.append(f"{type(owner).__name__}.{_HOOK}")
-    return editing
+def _without_others(trainer: L.Trainer, zero_grad: Callable[[], None]) -> list[str]:
+    """Call Lightning's function with the hooks that may read gradients alone.
+
+    Returns:
+        The names of these, where one of them edits parameters or buffers.
+    """
+    module, before = trainer.lightning_module, _versions(trainer.lightning_module)
+    with contextlib.ExitStack() as stack:
+        for owner in _owners(trainer, reads_gradients=False):
+            vars(owner)[_HOOK] = lambda *_: None
+            stack.callback(vars(owner).pop, _HOOK)
+        zero_grad()
+    readers = [f"{type(owner).__name__}.{_HOOK}" for owner in _owners(trainer, reads_gradients=True)]
+    return readers if _versions(module) != before else []
 
 
 def _run_others(trainer: L.Trainer, optimizer: torch.optim.Optimizer) -> list[str]:

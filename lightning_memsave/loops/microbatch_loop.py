@@ -24,6 +24,7 @@ from lightning_memsave.lightning_compat import (
     Closure,
     ClosureResult,
     block_sync,
+    callbacks_of,
     is_overridden,
 )
 from lightning_memsave.loops.batch_cutter import noting_parts
@@ -370,7 +371,7 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
                         # Other processes may have a loss in parts that are left.
                         with session.own_backward():
                             at_end = joint is None or i + 1 == len(parts)
-                            has_ended = self._backward(loss, is_last, exchange if at_end else None)
+                            has_ended = self._backward(loss, total, is_last, exchange if at_end else None)
                     del out, loss  # the next microbatch must not meet this one's graph
         if exchange is not None:
             exchange.finish()  # where the last microbatch had no loss
@@ -387,7 +388,9 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
             strategy.precision_plugin.post_backward(total, strategy.lightning_module)
         return ClosureResult(total, extra=merge_outputs(outputs, sizes))
 
-    def _backward(self, loss: Tensor, is_last: bool, exchange: LateReduction | JointRecovery | None) -> bool:
+    def _backward(
+        self, loss: Tensor, total: Tensor, is_last: bool, exchange: LateReduction | JointRecovery | None
+    ) -> bool:
         """Run backward; `on_before_backward` and `on_after_backward` run for the last microbatch, once per batch.
 
         Returns:
@@ -397,6 +400,8 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
         plugin, module = strategy.precision_plugin, strategy.lightning_module
         known = type(plugin).pre_backward.__module__.startswith(_PRECISION_PLUGINS)
         known &= not is_overridden(strategy, "backward")
+        if is_last and self._loop.tells_loss:
+            loss = loss + (total - loss).detach()  # that of the batch, with the graph of this part
         if is_last and exchange is not None:
             strategy.pre_backward(loss)
             loss = plugin.pre_backward(loss, module)
@@ -421,6 +426,9 @@ class MicrobatchLoop(AutomaticOptimization):  # type: ignore[misc]  # untyped, a
         self.optim_progress = parent.optim_progress  # `trainer.global_step` is computed from it
         self._skip_backward = parent._skip_backward
         self._replaced, self.session = (parent,), session  # in a tuple: Lightning saves the loops that it finds
+        owners = (parent.trainer.lightning_module, *callbacks_of(parent.trainer))
+        self.tells_loss = any(is_overridden(owner, "on_before_backward") for owner in owners)
+        """Whether somebody is told the loss before backward."""
         self.zeroes_itself = is_overridden(parent.trainer.lightning_module, "optimizer_zero_grad")
         """Whether the module decides which gradients of earlier batches stay."""
         self.steps = False

@@ -187,7 +187,9 @@ class MicrobatchRecord:
                 reason,
                 "Take smaller batches, or drop `strict=True`."
                 if reason.startswith((_RUN_AGAIN, _HOOKS_AGAIN))
-                else "Put these modules in eval mode, replace BatchNorm by GroupNorm, or drop `strict=True`.",
+                else "Put these modules in eval mode, replace BatchNorm by GroupNorm, or drop `strict=True`."
+                if reason.startswith(_OTHER_MODULES)
+                else "Leave it out, take smaller batches, or drop `strict=True`.",
             )
         self._reasons.append(reason)
         if self._warns:

@@ -49,6 +49,8 @@ def ways_of_training(trainer: L.Trainer) -> list[str]:
         "SyncBatchNorm": any(isinstance(m, nn.SyncBatchNorm) for m in trainer.lightning_module.modules()),
         "batch size finder": bool(callbacks_named(trainer, "BatchSizeFinder")),
         "learning rate finder": bool(callbacks_named(trainer, "LearningRateFinder")),
+        "stochastic weight averaging of BatchNorm": bool(callbacks_named(trainer, "StochasticWeightAveraging"))
+        and any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in trainer.lightning_module.modules()),
         "an unknown training loop": bool(missing("training loop")) or has_own_loop(trainer),
         "an unknown DDP": is_ddp and bool(missing("DDP")),
         "an unknown FSDP2": is_fsdp2 and any(map(missing, _OF_RECOVERY)),

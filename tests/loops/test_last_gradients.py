@@ -104,3 +104,20 @@ def test_one_that_reads_gradients_runs_before_later_microbatches_and_says_so():
     assert any("`Reads.on_before_zero_grad` reads gradients" in each for each in memsave.report.loss_class_reasons)
     with pytest.raises(ValueError, match=r"on_before_zero_grad` reads gradients and edits the module"):
         train(Reads, MemSave(microbatch=Microbatching(size=3, strict=True)))
+
+
+def test_a_hook_is_told_the_loss_of_the_batch():
+    class Logs(L.Callback):
+        def __init__(self):
+            self.seen = []
+
+        def on_before_backward(self, trainer, pl_module, loss):
+            self.seen.append(loss.item())
+
+    plain, ours, memsave = Logs(), Logs(), MemSave("measure", microbatch=3)
+    weights, _ = train(Student, None, [plain])
+    others, _ = train(Student, memsave, [ours])
+    assert ours.seen == pytest.approx(plain.seen, abs=1e-6)
+    assert memsave.report.loss_class == "exact"
+    for a, b in zip(weights, others, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)

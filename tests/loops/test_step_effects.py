@@ -252,3 +252,7 @@ def test_hooks_on_gradients_are_named():
     assert hooks_on_gradients(module) == ["`head.bias`"]
     handle.remove()
     assert hooks_on_gradients(module) == []
+    handle = module.head.bias.register_post_accumulate_grad_hook(lambda p: None)
+    assert hooks_on_gradients(module) == ["`head.bias`"]
+    handle.remove()
+    assert hooks_on_gradients(module) == []
