@@ -155,7 +155,7 @@ class BatchCutter:
             return False
         self._failed, self._stays_whole = (epoch, batch_idx), True
         self.why_whole = f"the step fails on a part of batch {batch_idx}: {type(error).__name__}: {error}"
-        self.record.ran_whole(f"Batches are run whole as long as they fit: {self.why_whole}. {_SPLIT}")
+        self.record.ran_whole(f"Batches are run whole as long as they fit: {self.why_whole.rstrip('.')}. {_SPLIT}")
         return True
 
     def cut_again(self, epoch: int, batch_idx: int) -> bool:
