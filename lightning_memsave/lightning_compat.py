@@ -118,14 +118,20 @@ def is_overridden(owner: Any, hook: str) -> bool:
     return defined_in is not None and not defined_in.__module__.startswith(_LIGHTNINGS)
 
 
+def has_hook(owner: Any, hook: str) -> bool:
+    """Return whether a hook of Lightning's is defined by a user's class, or set on the object (`LambdaCallback`)."""
+    return hook in vars(owner) or is_overridden(owner, hook)
+
+
 def says_grad(method: object) -> bool:
-    """Return whether the code of a function says `.grad`, or `getattr(..., "grad")`."""
+    """Return whether the code of a function says `.grad`, `getattr(..., "grad")`, or Lightning's `grad_norm`."""
     return any(map(_says_grad, _codes_of(method)))
 
 
 def _says_grad(code: CodeType) -> bool:
     read = any(step.opname in _READS and step.argval == "grad" for step in dis.get_instructions(code))
-    return (read and "autograd" not in code.co_names) or ("getattr" in code.co_names and "grad" in code.co_consts)
+    by_name = ("getattr" in code.co_names and "grad" in code.co_consts) or "grad_norm" in code.co_names
+    return (read and "autograd" not in code.co_names) or by_name
 
 
 _READS = ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR")

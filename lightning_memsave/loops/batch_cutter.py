@@ -175,10 +175,10 @@ class BatchCutter:
         """Leave batches whole from now on where a part exchanges something inside, as the step did not when asked.
 
         Args:
-            ddp: of `ddp_of`; in the forward pass after a backward pass that it has reduced, it may exchange something
-                itself (buffers, the order of buckets).
+            ddp: of `ddp_of`; `None` for the first part, in whose forward pass DDP may exchange something itself
+                (buffers, the order of buckets).
         """
-        before = None if ddp is None or ddp.require_forward_param_sync else num_collectives()
+        before = None if ddp is None else num_collectives()
         yield
         if before is None or num_collectives() == before or self._given_up:
             return

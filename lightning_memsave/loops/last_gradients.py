@@ -4,8 +4,8 @@
 forward, so in a batch that is cut it waits for the last one's. A hook that reads gradients cannot wait: the first
 microbatch's backward would add to those of the step before.
 
-When a batch is run again, what the hook did to the module was put back, so it runs again; but for one that reads
-gradients, as those of the step before are no longer there. What a callback keeps in itself is not put back.
+When a batch is run again, what the hook did to the module was put back, so it runs again. One that reads gradients does
+not: those of the step before are gone. What a callback keeps in itself is not put back.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from lightning_memsave.lightning_compat import callbacks_of, is_overridden, says_grad
-from lightning_memsave.torch_internals.autograd_graph import version_of
+from lightning_memsave.lightning_compat import callbacks_of, has_hook, reaches_grad, says_grad
+from lightning_memsave.loops.step_effects import StepEffects
 from lightning_memsave.torch_internals.sharded_parameters import written_part
 
 _HOOK = "on_before_zero_grad"
@@ -38,17 +38,18 @@ class LastGradients:
         self._trainer: L.Trainer = loop.trainer
         self._session, self._optimizer, self._zero_grad = loop.session, optimizer, zero_grad
         self._zeroes_itself: bool = loop.zeroes_itself
-        self.accumulate = zero_grad is None
+        self.accumulates = zero_grad is None
         """Whether they stay."""
         self.are_gone = False
         """Whether they have been freed or zeroed."""
-        self._is_repeated = self._hooks_wait = self._have_hooks_run = self._is_zeroed = False
+        self._is_zeroed = self._is_repeated = False  # this try; and whether one before it was
+        self._hooks_wait = self._have_hooks_run = False  # for the last forward pass of this try; in any try
         self._left: Sequence[Tensor] = []  # norms of gradients that a module's own `optimizer_zero_grad` has left
         self._zeros: list[Tensor] = []  # parameters whose gradients became zeros (`set_to_none=False`)
 
     def free(self) -> None:
         """Free them before the forward pass; Lightning's own `zero_grad` and its hooks follow where they do."""
-        if not self.accumulate:
+        if not self.accumulates:
             self.are_gone = True
             for p in self._parameters():
                 p.grad = None
@@ -61,7 +62,8 @@ class LastGradients:
         if self._is_repeated:
             self._drop()
         elif is_cut:
-            self._session.cutter.record.note_early_hooks(_without_others(self._trainer, self._zero_grad))
+            with _others_silent(self._trainer), self._session.cutter.record.noting_early_effects(self._early()):
+                self._zero_grad()
         else:
             self._zero_grad()
             self._have_hooks_run = True
@@ -102,6 +104,14 @@ class LastGradients:
         elif self._gradients():
             self._optimizer.zero_grad()
 
+    def _early(self) -> StepEffects | None:
+        """Return what the module holds, where what comes now may change what later microbatches compute with."""
+        is_quiet = not self._zeroes_itself and not any(_owners(self._trainer, reads_gradients=True))
+        if is_quiet or not self._session.cutter.record.looks:
+            return None
+        device = self._trainer.strategy.root_device
+        return StepEffects(self._trainer.lightning_module, device, reads_values=True)
+
     def _parameters(self) -> list[Tensor]:
         return [p for group in self._optimizer.param_groups for p in group["params"]]
 
@@ -109,20 +119,16 @@ class LastGradients:
         return [p.grad for p in self._parameters() if p.grad is not None]
 
 
-def _without_others(trainer: L.Trainer, zero_grad: Callable[[], None]) -> list[str]:
-    """Call Lightning's function with the hooks that may read gradients alone.
-
-    Returns:
-        The names of these, where one of them edits parameters or buffers.
-    """
-    module, before = trainer.lightning_module, _versions(trainer.lightning_module)
+@contextlib.contextmanager
+def _others_silent(trainer: L.Trainer) -> Iterator[None]:
+    """Let Lightning call the hooks that may read gradients alone."""
     with contextlib.ExitStack() as stack:
         for owner in _owners(trainer, reads_gradients=False):
-            vars(owner)[_HOOK] = lambda *_: None
+            own = {name: hook for name, hook in vars(owner).items() if name == _HOOK}
+            stack.callback(vars(owner).update, own)
             stack.callback(vars(owner).pop, _HOOK)
-        zero_grad()
-    readers = [f"{type(owner).__name__}.{_HOOK}" for owner in _owners(trainer, reads_gradients=True)]
-    return readers if _versions(module) != before else []
+            vars(owner)[_HOOK] = lambda *_: None
+        yield
 
 
 def _run_others(trainer: L.Trainer, optimizer: torch.optim.Optimizer) -> list[str]:
@@ -135,9 +141,15 @@ def _run_others(trainer: L.Trainer, optimizer: torch.optim.Optimizer) -> list[st
 
 def _owners(trainer: L.Trainer, *, reads_gradients: bool) -> Iterator[Any]:
     """Yield callbacks and the module, in Lightning's order, that have such a hook."""
-    for owner in (*callbacks_of(trainer), trainer.lightning_module):
-        if is_overridden(owner, _HOOK) and says_grad(getattr(owner, _HOOK)) == reads_gradients:
+    for owner in dict.fromkeys((*callbacks_of(trainer), trainer.lightning_module)):
+        if has_hook(owner, _HOOK) and _may_read(owner) == reads_gradients:
             yield owner
+
+
+def _may_read(owner: Any) -> bool:
+    """Return whether a hook reads gradients, as far as its code and that of the user's functions in it tell."""
+    own = vars(owner).get(_HOOK)
+    return reaches_grad(owner, _HOOK) if own is None else says_grad(own)
 
 
 def _run(owner: Any, trainer: L.Trainer, optimizer: torch.optim.Optimizer) -> None:
@@ -150,7 +162,3 @@ def _run(owner: Any, trainer: L.Trainer, optimizer: torch.optim.Optimizer) -> No
             owner.on_before_zero_grad(trainer, module, optimizer)
     finally:
         module._current_fx_name = name_before
-
-
-def _versions(module: L.LightningModule) -> list[int]:
-    return [version_of(tensor) for tensor in (*module.parameters(), *module.buffers())]

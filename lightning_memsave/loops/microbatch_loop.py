@@ -25,6 +25,7 @@ from lightning_memsave.lightning_compat import (
     ClosureResult,
     block_sync,
     callbacks_of,
+    has_hook,
     is_overridden,
 )
 from lightning_memsave.loops.batch_cutter import noting_parts
@@ -93,7 +94,7 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
     def _run_until_it_fits(self, session: Session, recovery: RecoveryPolicy) -> Any:
         trainer, batch = self._loop.trainer, self._kwargs["batch"]
         device = trainer.strategy.root_device
-        accumulates = self._last_gradients.accumulate
+        accumulates = self._last_gradients.accumulates
         self._free_first(session)
         ddp = trainer.strategy.model if trainer.world_size > 1 else None
         exchange = LateReduction(ddp, self._loop.steps) if ddp is not None else None
@@ -135,7 +136,7 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
         """Run the batch until it fits in all processes, which wait for each other in it."""
         trainer, batch, recovery = self._loop.trainer, self._kwargs["batch"], session.recovery
         assert recovery is not None, "it is joint"
-        device, accumulates = trainer.strategy.root_device, self._last_gradients.accumulate
+        device, accumulates = trainer.strategy.root_device, self._last_gradients.accumulates
         self._free_first(session)
         while True:
             start = recovery.start_of(trainer.lightning_module, batch, accumulates, session.noise)
@@ -349,11 +350,11 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
                 with block_sync(trainer.strategy, block=exchange is not None or not is_last):
                     if joint is not None:
                         joint.phase = f"the forward pass of part {i + 1} of {len(parts)}"
-                    with batchnorm.microbatch(), watch(i), session.cutter.noting_exchange(ddp):
+                    with batchnorm.microbatch(), watch(i), session.cutter.noting_exchange(ddp if i else None):
                         out = self._loop._training_step(OrderedDict(self._kwargs, batch=part))
                     if i == 0:
                         self._last_gradients.zero(is_cut=len(parts) > 1)
-                    if i + 1 == len(parts):
+                    if is_last:
                         self._last_gradients.end_forward()
                     losses.append(out.loss)
                     if out.closure_loss is None:
@@ -401,7 +402,7 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
         known = type(plugin).pre_backward.__module__.startswith(_PRECISION_PLUGINS)
         known &= not is_overridden(strategy, "backward")
         if is_last and self._loop.tells_loss:
-            loss = loss + (total - loss).detach()  # that of the batch, with the graph of this part
+            loss = _WithValue.apply(loss, total)  # type: ignore[no-untyped-call]  # untyped in torch
         if is_last and exchange is not None:
             strategy.pre_backward(loss)
             loss = plugin.pre_backward(loss, module)
@@ -418,6 +419,18 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
         return is_last or not known
 
 
+class _WithValue(torch.autograd.Function):
+    """The loss of a whole batch, with the graph of its last part."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, total: Tensor) -> Tensor:
+        return total.to(loss.dtype, copy=True)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
 class MicrobatchLoop(AutomaticOptimization):  # type: ignore[misc]  # untyped, as it may be missing
     """Lightning's optimization loop, with the closure above in place of its own."""
 
@@ -427,7 +440,7 @@ class MicrobatchLoop(AutomaticOptimization):  # type: ignore[misc]  # untyped, a
         self._skip_backward = parent._skip_backward
         self._replaced, self.session = (parent,), session  # in a tuple: Lightning saves the loops that it finds
         owners = (parent.trainer.lightning_module, *callbacks_of(parent.trainer))
-        self.tells_loss = any(is_overridden(owner, "on_before_backward") for owner in owners)
+        self.tells_loss = any(has_hook(owner, "on_before_backward") for owner in owners)
         """Whether somebody is told the loss before backward."""
         self.zeroes_itself = is_overridden(parent.trainer.lightning_module, "optimizer_zero_grad")
         """Whether the module decides which gradients of earlier batches stay."""

@@ -97,14 +97,19 @@ class MicrobatchRecord:
                 stacklevel=2,
             )
 
+    @property
+    def looks(self) -> bool:
+        """Whether the batch that runs is one of those whose side effects are looked for."""
+        number = self._num_cut + 1
+        return not number & (number - 1)
+
     def watch(self, module: L.LightningModule, device: torch.device) -> Callable[[int], AbstractContextManager[None]]:
         """Return a function of the number of a part, whose context is put around `training_step` for that part.
 
         It notes side effects of the step in the first two batches that are cut, and later in the fourth, the eighth
         and so on. What a step sets once, a cache or the number of the batch, does not change in the second part.
         """
-        number = self._num_cut + 1
-        looks = not number & (number - 1)
+        looks = self.looks
 
         @contextmanager
         def around(part: int) -> Iterator[None]:
@@ -155,11 +160,17 @@ class MicrobatchRecord:
         if names:
             self.changes(f"{_HOOKS_AGAIN} {_listed([f'`{name}`' for name in names])}")
 
-    def note_early_hooks(self, names: Sequence[str]) -> None:
-        """Note hooks that have edited what later microbatches compute with."""
-        if names:
-            listed = _listed([f"`{name}`" for name in names])
-            self.changes(f"{listed} reads gradients and edits the module: later microbatches compute with that")
+    @contextmanager
+    def noting_early_effects(self, effects: StepEffects | None) -> Iterator[None]:
+        """Note what hooks that read gradients, or `optimizer_zero_grad`, change inside, before later microbatches.
+
+        Args:
+            effects: before; `None` where nobody looks.
+        """
+        yield
+        if effects is not None and (changed := effects.changes()):
+            what = f"what zeroes gradients, or reads them before that, changes {_listed(changed)}"
+            self.changes(f"{what}, and later microbatches compute with that")
 
     def note_inputs(self, inputs: MetricInputs) -> None:
         """Note whether metrics have taken some parts of a batch for logits and others for probabilities."""

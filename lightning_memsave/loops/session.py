@@ -51,7 +51,7 @@ class Session:
 
     def __init__(self, recipe: Recipe, source: RecipeSource | None = None) -> None:
         self.source = source
-        self._decided: Recipe | None = None  # before the module was sharded
+        self._decided: Recipe | None = None  # by the source
         self.started = False
         self.changes: list[Applied] = []
         """What was done to model and optimizers before the first step."""

@@ -105,12 +105,13 @@ def gradients_set_aside(module: nn.Module) -> Iterator[None]:
 
 def hooks_on_gradients(module: nn.Module) -> list[str]:
     """Return the parameters and modules whose gradients go through hooks, which would get those of each microbatch."""
-    hooked = [f"`{name}`" for name, p in module.named_parameters() if p._backward_hooks or _has_late_hook(p)]
+    named = with_shards(module, module.named_parameters())
+    hooked = list(dict.fromkeys(f"`{name}`" for name, p in named if p._backward_hooks or _has_late_hook(p)))
     inside = ((name, each) for name, each in module.named_modules() if each._backward_hooks or each._backward_pre_hooks)
     return hooked + [f"`{name}` ({type(each).__name__})" for name, each in inside]
 
 
-def _has_late_hook(p: nn.Parameter) -> bool:
+def _has_late_hook(p: Tensor) -> bool:
     """Return whether somebody else has a hook on a gradient that has been added up."""
     hooks: dict[int, Any] = getattr(p, "_post_accumulate_grad_hooks", None) or {}
     return any(not getattr(hook, "__module__", "").startswith("lightning_memsave.") for hook in hooks.values())

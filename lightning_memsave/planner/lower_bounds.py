@@ -210,9 +210,8 @@ def _least_part(new: Config | None, old: Config | None) -> dict[str, float]:
         before = _STATE_PARTS[old.format] if isinstance(old, OptimizerState) else 1.0
         part = min(1.0, _STATE_PARTS[new.format] / before) if before else 1.0
         left = {"optimizer_state": part, "update": 0.0}
-        left |= (
-            {"rest": 0.0} if new.placement == "host" else {}
-        )  # what lay between tensors lay between those of the state
+        if new.placement == "host":
+            left["rest"] = 0.0  # gaps between blocks of the state go with it
         return left | ({"gradients": 0.0} if new.gradients == "release" else {})
     return {}
 

@@ -136,7 +136,7 @@ def make_plan(
     found, smallest = _fit_closely(search, room, confirm)
     # The first takes a test of its own, for which there is no time when it is late.
     for last_resort in (_host_memory,) if search.is_late else (_tiles_of_positions, _host_memory):
-        if found is None and (more := last_resort(situation, table)):  # beside what takes least so far
+        if found is None and table.keys() & (more := last_resort(situation, table)):  # beside what takes least so far
             least = dict(zip(table, search.lowest() if smallest is None else smallest.choice, strict=True))
             beside = {kind: [option for option in more.get(kind, ()) if option != least[kind]] for kind in table}
             search = search.among({kind: (least[kind], *others) for kind, others in beside.items()})

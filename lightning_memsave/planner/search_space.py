@@ -100,7 +100,7 @@ _TILES = 1.45
 _CODED = 1.1
 """Time of a step with coded activations."""
 _COPIED = 1.5
-"""Time of a step that copies to host memory and back what it needs once; not measured: an order, taken last."""
+"""Time of a step with one copy to host memory and back: a guess, not measured, that puts it behind all else."""
 _STORE_OVERHEAD = 3
 """How many times the overhead of starting operations a store adds to a step's time."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -94,12 +95,20 @@ def of_the_largest_rank(trainer: Any, report: MemoryReport) -> MemoryReport:
 def _of_all(largest: MemoryReport, reports: Sequence[MemoryReport]) -> tuple[Applied, ...]:
     """Return what techniques did, where a process says more against one of them than the largest, with its words."""
     found = {applied.technique: applied for applied in largest.applied}
+    said: defaultdict[tuple[str, str], list[int]] = defaultdict(list)  # by technique and reason, in which processes
     for number, report in enumerate(reports):
         for applied in report.applied:
-            known = found.setdefault(applied.technique, applied)
-            more = tuple(f"process {number}: {each}" for each in applied.reasons if each not in known.reasons)
+            known = found.setdefault(applied.technique, dataclasses.replace(applied, reasons=()))
             worse = applied if worst_loss_class((known.loss_class, applied.loss_class)) != known.loss_class else known
-            found[applied.technique] = dataclasses.replace(worse, reasons=(*known.reasons, *more))
+            found[applied.technique] = dataclasses.replace(worse, reasons=known.reasons)
+            for reason in applied.reasons:
+                said[applied.technique, reason].append(number)
+    for (technique, reason), numbers in said.items():
+        known = found[technique]
+        if reason not in known.reasons:
+            who = f"process {numbers[0]}" if len(numbers) == 1 else f"{len(numbers)} processes"
+            text = reason if len(numbers) == len(reports) else f"{who}: {reason}"
+            found[technique] = dataclasses.replace(known, reasons=(*known.reasons, text))
     return tuple(found.values())
 
 

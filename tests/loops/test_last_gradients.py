@@ -6,6 +6,8 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.utilities import grad_norm
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -54,13 +56,23 @@ class Bare(Student):
         pass
 
 
-class Reads(Student):
-    """Averages by how large the last gradients are."""
+class Edits(Student):
+    """Scales a teacher by how large the last gradients are, as nobody counts."""
 
     def on_before_zero_grad(self, optimizer):
         if self.head.weight.grad is not None:
-            self.teacher.weight.data.mul_(1 + self.head.weight.grad.norm())
-            self.average()
+            self.teacher.weight.data.mul_(1 + self.norm())
+
+    def norm(self):
+        return self.head.weight.grad.norm()
+
+
+class Zeroes(Bare):
+    """Averages where it zeroes gradients."""
+
+    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+        super().optimizer_zero_grad(epoch, batch_idx, optimizer)
+        self.average()
 
 
 def train(kind, memsave, callbacks=(), fails=False):
@@ -94,16 +106,48 @@ def test_a_teacher_that_follows_is_seen_by_no_later_microbatch(kind, callbacks, 
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-def test_one_that_reads_gradients_runs_before_later_microbatches_and_says_so():
-    plain, _ = train(Reads, None)
+@pytest.mark.parametrize("kind", [Edits, Zeroes])
+def test_what_is_edited_before_later_microbatches_is_named(kind):
+    plain, _ = train(kind, None)
     memsave = MemSave(microbatch=3)
-    with pytest.warns(NotLosslessWarning, match="reads gradients and edits the module"):
-        ours, _ = train(Reads, memsave)
+    with pytest.warns(NotLosslessWarning, match=r"changes `teacher.weight`, and later microbatches compute with that"):
+        ours, _ = train(kind, memsave)
     assert not all(torch.allclose(a, b, atol=1e-6) for a, b in zip(plain, ours, strict=True))
     assert memsave.report.loss_class == "changed"
-    assert any("`Reads.on_before_zero_grad` reads gradients" in each for each in memsave.report.loss_class_reasons)
-    with pytest.raises(ValueError, match=r"on_before_zero_grad` reads gradients and edits the module"):
-        train(Reads, MemSave(microbatch=Microbatching(size=3, strict=True)))
+    with pytest.raises(ValueError, match=r"changes `teacher.weight`"):
+        train(kind, MemSave(microbatch=Microbatching(size=3, strict=True)))
+
+
+class Norms(L.Callback):
+    """Notes how large the last gradients are, by a function of Lightning's."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_before_zero_grad(self, trainer, pl_module, optimizer):
+        self.seen.append(float(grad_norm(pl_module.head, 2).get("grad_2.0_norm_total", 0)))
+
+
+def test_one_that_reads_gradients_reads_those_of_the_step_before():
+    theirs, own, memsave = Norms(), Norms(), MemSave(microbatch=3)
+    plain, _ = train(Bare, None, [theirs])
+    ours, _ = train(Bare, memsave, [own])
+    assert own.seen == pytest.approx(theirs.seen, rel=1e-4)
+    assert own.seen[0] == 0.0 < min(own.seen[1:])
+    assert memsave.report.loss_class == "exact"
+    for a, b in zip(plain, ours, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_hooks_that_are_set_on_an_object_count():
+    callback = LambdaCallback(on_before_zero_grad=lambda trainer, module, optimizer: module.average())
+    plain, _ = train(Bare, None, [callback])
+    memsave = MemSave(microbatch=3)
+    ours, _ = train(Bare, memsave, [callback])
+    assert memsave.report.loss_class == "exact"
+    assert "on_before_zero_grad" in vars(callback)  # as before
+    for a, b in zip(plain, ours, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
 def test_a_hook_is_told_the_loss_of_the_batch():
@@ -121,3 +165,20 @@ def test_a_hook_is_told_the_loss_of_the_batch():
     assert memsave.report.loss_class == "exact"
     for a, b in zip(weights, others, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_the_loss_that_a_hook_is_told_may_be_infinite():
+    class Infinite(Student):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx) + float("inf")
+
+    class Logs(L.Callback):
+        seen = None
+
+        def on_before_backward(self, trainer, pl_module, loss):
+            self.seen = loss.item()
+
+    plain, ours = Logs(), Logs()
+    train(Infinite, None, [plain])
+    train(Infinite, MemSave(microbatch=Microbatching(size=3, reduction="mean")), [ours])
+    assert plain.seen == ours.seen == float("inf")
