@@ -114,4 +114,5 @@ def hooks_on_gradients(module: nn.Module) -> list[str]:
 def _has_late_hook(p: Tensor) -> bool:
     """Return whether somebody else has a hook on a gradient that has been added up."""
     hooks: dict[int, Any] = getattr(p, "_post_accumulate_grad_hooks", None) or {}
-    return any(not getattr(hook, "__module__", "").startswith("lightning_memsave.") for hook in hooks.values())
+    functions = (getattr(hook, "func", hook) for hook in hooks.values())  # of a `partial`
+    return any(not getattr(each, "__module__", "").startswith("lightning_memsave.") for each in functions)
