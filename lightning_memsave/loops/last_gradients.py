@@ -106,7 +106,7 @@ class LastGradients:
 
     def _early(self) -> StepEffects | None:
         """Return what the module holds, where what comes now may change what later microbatches compute with."""
-        is_quiet = not self._zeroes_itself and not any(_owners(self._trainer, reads_gradients=True))
+        is_quiet = not self._zeroes_itself and not list(_owners(self._trainer, reads_gradients=True))
         if is_quiet or not self._session.cutter.record.looks:
             return None
         device = self._trainer.strategy.root_device
