@@ -104,7 +104,7 @@ class BatchCutter:
         Raises:
             ValueError: they differ; on every process.
         """
-        if not self.waits(trainer):
+        if not self._waits(trainer):
             return
         counts = torch.tensor([num_parts, -num_parts], device=trainer.strategy.root_device)
         most, least = trainer.strategy.reduce(counts, reduce_op="max").abs().tolist()
@@ -118,14 +118,13 @@ class BatchCutter:
 
     def _in_any_process(self, trainer: L.Trainer, flag: bool) -> bool:
         """Return `flag`; where processes wait for each other inside of a batch, whether it is true in any of them."""
-        if not self.waits(trainer):
+        if not self._waits(trainer):
             return flag
         found = torch.tensor(int(flag), device=trainer.strategy.root_device)
         return bool(trainer.strategy.reduce(found, reduce_op="max"))
 
     @staticmethod
-    def waits(trainer: L.Trainer) -> bool:
-        """Return whether processes wait for each other inside of a batch."""
+    def _waits(trainer: L.Trainer) -> bool:
         if trainer.world_size == 1:
             return False
         release = session_of(trainer).release
@@ -165,22 +164,21 @@ class BatchCutter:
         self._stays_whole, self.why_whole = False, ""
         return True
 
-    def ddp_of(self, trainer: L.Trainer) -> DistributedDataParallel | None:
-        """Return the model that DDP has wrapped, where no layer exchanges anything in the forward pass."""
-        model = trainer.strategy.model
-        return model if isinstance(model, DistributedDataParallel) and not self.waits(trainer) else None
+    def counts_exchanges(self, trainer: L.Trainer) -> bool:
+        """Return whether the model is DDP's, and no layer exchanges anything in the forward pass."""
+        return isinstance(trainer.strategy.model, DistributedDataParallel) and not self._waits(trainer)
 
     @contextlib.contextmanager
-    def noting_exchange(self, ddp: DistributedDataParallel | None) -> Iterator[None]:
+    def noting_exchange(self, counts: bool) -> Iterator[None]:
         """Leave batches whole from now on where a part exchanges something inside, as the step did not when asked.
 
         Args:
-            ddp: of `ddp_of`; `None` for the first part, in whose forward pass DDP may exchange something itself
+            counts: whether to look: not in the first part, in whose forward pass DDP may exchange something itself
                 (buffers, the order of buckets).
         """
-        before = None if ddp is None else num_collectives()
+        before = num_collectives()
         yield
-        if before is None or num_collectives() == before or self._given_up:
+        if not counts or num_collectives() == before or self._given_up:
             return
         self._given_up, self.why_whole = True, EXCHANGES
         self.record.changes("training_step exchanges something for each microbatch of some batches")
@@ -205,12 +203,12 @@ class BatchCutter:
             return True
 
         def asked() -> Answer:
-            agreed = (trainer.strategy.broadcast,) if self.waits(trainer) else ()
+            agreed = (trainer.strategy.broadcast,) if self._waits(trainer) else ()
             return ask(trainer, kwargs, int(sum(n for _, n in parts)), config, *agreed)
 
         before, answer = rules.known, rules.ask(asked)
         is_given = config.weight_fn is not None or config.reduction != "auto"
-        if is_given and (not answer.is_exchanged or self.waits(trainer)):  # who waits cuts as the others do
+        if is_given and (not answer.is_exchanged or self._waits(trainer)):  # who waits cuts as the others do
             return self._takes_given(answer, config, is_first=not before)
         if before and not answer.has_failed:
             self._compare(before, answer, f"batch {trainer.fit_loop.batch_idx} of epoch {trainer.current_epoch}")

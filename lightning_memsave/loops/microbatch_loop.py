@@ -337,7 +337,7 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
         module = trainer.lightning_module
         is_watched = counts and len(parts) > 1
         watch = session.cutter.record.watch(module, trainer.strategy.root_device) if is_watched else unwatched
-        ddp = session.cutter.ddp_of(trainer) if is_watched else None
+        is_counted = is_watched and session.cutter.counts_exchanges(trainer)
         with (  # under DDP a process that has not cut its batch logs when the others do
             DeferredLogs(results, type(results).log) as logs,
             MergedMetrics(module, len(parts), found_metrics) as metrics,
@@ -350,7 +350,7 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
                 with block_sync(trainer.strategy, block=exchange is not None or not is_last):
                     if joint is not None:
                         joint.phase = f"the forward pass of part {i + 1} of {len(parts)}"
-                    with batchnorm.microbatch(), watch(i), session.cutter.noting_exchange(ddp if i else None):
+                    with batchnorm.microbatch(), watch(i), session.cutter.noting_exchange(is_counted and i > 0):
                         out = self._loop._training_step(OrderedDict(self._kwargs, batch=part))
                     if i == 0:
                         self._last_gradients.zero(is_cut=len(parts) > 1)

@@ -194,6 +194,7 @@ def test_host_memory_is_taken_where_nothing_else_fits(recipe, budget, settings):
     made = make_plan(Budget(budget), chosen, Situation(device_type="cuda"), plain, with_adam)
     assert {each for each in made.techniques if isinstance(each, (OptimizerState, Checkpointing))} == settings
     assert all(step.reason.startswith("without it the step would take") for step in made.steps)
+    assert not any("fits as well" in step.reason for step in made.steps)
     if any(getattr(each, "placement", "") == "host" for each in settings):
         with pytest.raises(ValueError, match="must be at least"):
             make_plan(Budget(budget), chosen, Situation(), plain, with_adam)  # the CPU has one memory
